@@ -1,0 +1,1 @@
+"""Pure functions from Recording to Report. No torch here."""

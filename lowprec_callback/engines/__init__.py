@@ -1,0 +1,1 @@
+"""What "run this model under this recipe" means."""

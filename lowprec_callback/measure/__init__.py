@@ -1,0 +1,1 @@
+"""Facts from a live run. Needs torch."""

@@ -1,0 +1,547 @@
+"""The Recording: what was measured, as facts, one JSON object a line, in the order in which they came.
+
+A Recording is append-only. Every fact is written out and flushed as soon as it is known, so a run that is
+killed at any moment leaves a readable Recording of all that it had measured; only its last line may be torn,
+and the reader says so. Analysis reads a Recording and nothing else; neither torch nor Transformer Engine (TE)
+is needed to do it.
+
+The first line is a `Header`. `VERSION` changes when a fact changes its meaning; a Recording that is newer than
+this package is refused with a sentence that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal, TypeVar
+
+VERSION = 1
+"""Version of the facts below. Raised when a fact is added, dropped or changes its meaning."""
+
+FILE_NAME = "recording.jsonl"
+"""The Recording's name inside a run folder."""
+
+Role = Literal["fprop", "dgrad", "wgrad"]
+ROLES: tuple[Role, ...] = ("fprop", "dgrad", "wgrad")
+"""The three GEMMs of a linear layer: Y = X W^T, dX = dY W, dW = dY^T X."""
+
+Mode = Literal["kernel", "autocast"]
+MODES: tuple[Mode, ...] = ("kernel", "autocast")
+"""kernel: the GEMM alone, operands already quantized. autocast: with all the quantization that training does."""
+
+
+class RecordingError(ValueError):
+    """A Recording that cannot be read: missing, corrupt before its last line, or newer than this package."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that was seen, once. Subclasses say what."""
+
+    kind: ClassVar[str] = "fact"
+
+
+@dataclass(frozen=True)
+class Header(Fact):
+    """The first line of every Recording."""
+
+    kind: ClassVar[str] = "header"
+    version: int
+    tool_version: str
+    created: str
+    """Local time, ISO 8601 with offset."""
+
+
+@dataclass(frozen=True)
+class Environment(Fact):
+    """Machine, libraries and the few environment variables on the allow-list (`measure.device`)."""
+
+    kind: ClassVar[str] = "environment"
+    device: str
+    """GPU name as NVML gives it, or the CPU's model name."""
+    device_type: Literal["cuda", "cpu"]
+    compute_capability: tuple[int, int] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    """Library name to version: python, torch, lightning, transformer_engine, cuda, driver, cudnn, cublasLt."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Other named facts, as text: power limit, core count, memory, world size."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Allow-listed environment variables that were set."""
+
+
+@dataclass(frozen=True)
+class Model(Fact):
+    """The model under test and the engine that runs it."""
+
+    kind: ClassVar[str] = "model"
+    name: str
+    engine: Literal["transformer_engine", "plain_torch", "imported"]
+    why_engine: str
+    parameters: int
+    parameter_bytes: int
+    linear_modules: dict[str, str] = field(default_factory=dict)
+    """Module path to class name, for each module that owns a linear-layer weight."""
+
+
+@dataclass(frozen=True)
+class Card(Fact):
+    """A recipe as it was asked for (see `recipes.RecipeCard`, which reads it from TOML)."""
+
+    kind: ClassVar[str] = "card"
+    recipe: str
+    title: str
+    fprop: tuple[str, str]
+    """Formats of the two operands (weight, input) of fprop, e.g. ("e4m3", "e4m3")."""
+    dgrad: tuple[str, str]
+    """Formats of (weight, output gradient) of dgrad."""
+    wgrad: tuple[str, str]
+    """Formats of (input, output gradient) of wgrad."""
+    scaling: str
+    """How values are scaled: none, tensor-delayed, tensor-current, block-128, mx-32, nvfp4-16."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Plan(Fact):
+    """What the sweep set out to do."""
+
+    kind: ClassVar[str] = "plan"
+    recipes: tuple[str, ...]
+    baseline: str
+    rounds: int
+    settle_steps: int
+    timed_steps: int
+    traced_steps: int
+    seed: int
+    micro_batches: int
+    """Batches in one optimizer step (gradient accumulation)."""
+    steps: int
+    """Optimizer steps that the whole plan takes."""
+    shrunk: str | None = None
+    """If the fit was too short for what was asked: what was cut, and what that costs in certainty."""
+
+
+@dataclass(frozen=True)
+class Refusal(Fact):
+    """A recipe that was not run, and why."""
+
+    kind: ClassVar[str] = "refusal"
+    recipe: str
+    reason: str
+    source: str
+    """Who says so: a TE gate, our probe's exception, the plan."""
+
+
+@dataclass(frozen=True)
+class Gemm(Fact):
+    """One GEMM of one linear layer in one optimizer step of the baseline, as the live model ran it.
+
+    `m`, `k`, `n` are tokens, input features and output features of the layer's *forward* GEMM, whatever the role.
+    """
+
+    kind: ClassVar[str] = "gemm"
+    module: str
+    """Module path; LayerNormMLP's two linears end in `.fc1` and `.fc2`."""
+    role: Role
+    m: int
+    k: int
+    n: int
+    calls: int
+    """Calls in one optimizer step (micro-batches, shared weights, recomputation)."""
+    family: str
+    """What ran it: the TE class (`Linear`, `LayerNormLinear`, `LayerNormMLP`, ...) or `nn.Linear`."""
+    quantizable: bool
+    """Whether a recipe can reach it: it goes through TE (or, in plain_torch, through autocast)."""
+    bias: bool = False
+    groups: int = 1
+    """Number of GEMMs in a grouped call; `m` is then the sum over groups."""
+
+
+@dataclass(frozen=True)
+class GemmTime(Fact):
+    """The microbenchmark of one shape in one role under one recipe, or why there is none."""
+
+    kind: ClassVar[str] = "gemm_time"
+    recipe: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    mode: Mode
+    samples_ms: tuple[float, ...] = ()
+    """Milliseconds of one call; each sample is the mean of `calls_per_sample` back-to-back calls."""
+    calls_per_sample: int = 1
+    host_ms: float | None = None
+    """Host time to launch one call. Above the device's time, the result is launch-bound."""
+    launch_bound: bool = False
+    failure: str | None = None
+    family: str = "Linear"
+    """The kind of layer that was timed (see `Gemm.family`)."""
+    quantize_ms: tuple[float, ...] = ()
+    """autocast only: the part of each sample that is quantization, where it could be told apart."""
+    kernels: tuple[str, ...] = ()
+    """Names of the GEMM kernels that the call launched: the signature book."""
+
+
+@dataclass(frozen=True)
+class StepTime(Fact):
+    """One optimizer step with nothing attached but clocks, boundary to boundary."""
+
+    kind: ClassVar[str] = "step_time"
+    recipe: str
+    round: int
+    index: int
+    ms: float
+    """CUDA events on a GPU, else the monotonic clock."""
+    host_ms: float
+    """The same interval on the host's monotonic clock."""
+    discarded: str | None = None
+    """Why this sample does not count (evaluation ran inside it, a checkpoint was written...)."""
+
+
+@dataclass(frozen=True)
+class HostTime(Fact):
+    """Host time to launch one whole step, from an idle GPU: the step cannot be shorter than this."""
+
+    kind: ClassVar[str] = "host_time"
+    recipe: str
+    round: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Loss(Fact):
+    """The loss that `training_step` returned at the end of a block (a sign that the recipe computes)."""
+
+    kind: ClassVar[str] = "loss"
+    recipe: str
+    round: int
+    value: float
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Clocks(Fact):
+    """NVML's reading at the end of a timed block."""
+
+    kind: ClassVar[str] = "clocks"
+    recipe: str
+    round: int
+    sm_mhz: int
+    power_w: float
+    temperature_c: int
+    throttle: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace(Fact):
+    """One traced step: every GPU kernel (on a CPU: every operator's own time), in columns of equal length.
+
+    Times are microseconds since the step began. A kernel's `module` and `role` are those of the range of ours
+    in which the host launched it, `op` is the innermost framework operator there.
+    """
+
+    kind: ClassVar[str] = "trace"
+    recipe: str
+    step: int
+    wall_ms: float
+    """The traced step from its first to its last boundary, synchronized at both; tracing slows the host."""
+    names: tuple[str, ...]
+    """Distinct kernel names; `name` indexes it."""
+    labels: tuple[str, ...]
+    """Distinct texts; `module`, `role`, `op`, `phase` index it. Label 0 is the empty text: not known."""
+    name: tuple[int, ...]
+    start_us: tuple[float, ...]
+    duration_us: tuple[float, ...]
+    stream: tuple[int, ...]
+    launch_us: tuple[float, ...]
+    """Host time of the launch since the step began; NaN where no launch was found."""
+    module: tuple[int, ...]
+    role: tuple[int, ...]
+    op: tuple[int, ...]
+    phase: tuple[int, ...]
+    expected_gemms: int | None = None
+    """Linear-layer GEMM calls that the operand witness counted in the same step."""
+    source: str = "torch.profiler"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a GEMM as the library got it."""
+
+    storage: str
+    """Class of the object: Tensor, Float8Tensor, Float8BlockwiseQTensorStorage, NVFP4TensorStorage, ..."""
+    format: str
+    """bf16, fp16, fp32, e4m3, e5m2, e2m1, ..."""
+    scaling: str
+    """none, tensor-delayed, tensor-current, tensor (which is not known), block-128, mx-32, nvfp4-16."""
+    quantizer: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dispatch(Fact):
+    """What reached the GEMM library for one module and role in one traced step, and how often."""
+
+    kind: ClassVar[str] = "dispatch"
+    recipe: str
+    module: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    calls: int
+    layout: str
+    """BLAS layout as called: TN, NN, NT; empty where the entry has none."""
+    weight_or_input: Operand
+    """The weight for fprop and dgrad, the saved input for wgrad."""
+    other: Operand
+    """The input for fprop, the output gradient for dgrad and wgrad."""
+    output: str
+    accumulate: bool
+    entry: str
+    """The function that was watched: `generic_gemm`, `te_general_grouped_gemm`, `aten::mm`, ..."""
+    family: str
+    in_region: bool | None = None
+    """Whether TE's quantized region was active when the module's forward ran; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Memory(Fact):
+    """Bytes of the CUDA caching allocator (on a CPU: none are recorded)."""
+
+    kind: ClassVar[str] = "memory"
+    recipe: str
+    round: int
+    phase: Literal["start", "forward", "backward", "step"]
+    allocated: int
+    """Live bytes at the end of the phase."""
+    peak: int
+    """Highest live bytes within the phase (`step`: within the whole step)."""
+    reserved: int
+
+
+@dataclass(frozen=True)
+class Scales(Fact):
+    """Delayed scaling's state of one module at the end of a block."""
+
+    kind: ClassVar[str] = "scales"
+    recipe: str
+    module: str
+    direction: Literal["fwd", "bwd"]
+    tensors: tuple[str, ...]
+    scale: tuple[float, ...]
+    amax: tuple[float, ...]
+    """Newest finished row of the amax history (row -1: row 0 is the live slot and is zeroed at each update)."""
+    amax_history_max: tuple[float, ...]
+    history_length: int
+
+
+@dataclass(frozen=True)
+class Restored(Fact):
+    """What was put back after the sweep."""
+
+    kind: ClassVar[str] = "restored"
+    parts: tuple[str, ...]
+    asked: bool
+    verified: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem(Fact):
+    """Something that failed or was given up, and what that costs."""
+
+    kind: ClassVar[str] = "problem"
+    where: str
+    message: str
+
+
+@dataclass(frozen=True)
+class End(Fact):
+    """The last line of a Recording whose sweep came to an end in good order."""
+
+    kind: ClassVar[str] = "end"
+    status: Literal["finished", "shortened", "interrupted", "failed"]
+    reason: str | None = None
+
+
+_F = TypeVar("_F", bound=Fact)
+
+
+@cache
+def _registry() -> dict[str, type[Fact]]:
+    return {cls.kind: cls for cls in Fact.__subclasses__()}
+
+
+@cache
+def _adapter(kind: str) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_registry()[kind])
+
+
+def encode(fact: Fact) -> str:
+    """One line of JSON for a fact, without the line's end. NaN becomes null, so that any JSON reader can read it."""
+    body = {"fact": fact.kind, **dataclasses.asdict(fact)}
+    return json.dumps(_finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with NaN replaced by None and the two infinities by text, which JSON can carry."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Line:
+    """A fact and the number of the line (from 1) that it stands on."""
+
+    number: int
+    fact: Fact
+
+
+class Recording:
+    """Facts in memory, with the lines that they came from.
+
+    `of(Kind)` gives the facts of one kind in order; `lines(Kind)` gives them with their line numbers, which is
+    how a Report says where a number came from.
+    """
+
+    def __init__(self, lines: Sequence[Line], path: Path | None = None, torn: str | None = None) -> None:
+        self._lines = tuple(lines)
+        self.path = path
+        self.torn = torn
+        """If the last line was cut off (the process was killed while writing): a sentence that says so."""
+
+    @classmethod
+    def from_facts(cls, facts: Sequence[Fact]) -> Recording:
+        """A Recording of facts that were never on disk, numbered from 1."""
+        return cls([Line(i, fact) for i, fact in enumerate(facts, start=1)])
+
+    def __iter__(self) -> Iterator[Fact]:
+        return (line.fact for line in self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def lines(self, kind: type[_F]) -> list[tuple[int, _F]]:
+        """All facts of one kind as (line number, fact)."""
+        return [(line.number, line.fact) for line in self._lines if isinstance(line.fact, kind)]
+
+    def of(self, kind: type[_F]) -> list[_F]:
+        """All facts of one kind, in the order in which they were recorded."""
+        return [line.fact for line in self._lines if isinstance(line.fact, kind)]
+
+    def last(self, kind: type[_F]) -> _F | None:
+        """The newest fact of one kind, or None."""
+        found = self.of(kind)
+        return found[-1] if found else None
+
+
+class Recorder:
+    """Appends facts to a file, each flushed at once. Use as a context manager, or call `close`."""
+
+    def __init__(self, path: Path, tool_version: str, created: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        # "x": a Recording is never written over; two runs never share a file.
+        self._file: IO[str] | None = path.open("x", encoding="utf-8")
+        self._lines: list[Line] = []
+        self.lost: str | None = None
+        """If the disk refused a fact (full, gone): a sentence. Facts then live on in memory."""
+        self.add(Header(version=VERSION, tool_version=tool_version, created=created))
+
+    def add(self, *facts: Fact) -> None:
+        """Append facts. A disk that refuses them never harms the training run: see `lost`."""
+        for fact in facts:
+            self._lines.append(Line(len(self._lines) + 1, fact))
+        if self._file is None:
+            return
+        try:
+            self._file.write("".join(encode(fact) + "\n" for fact in facts))
+            self._file.flush()
+        except OSError as error:
+            self.lost = f"{self.path}: {error.strerror or error}; later facts are only in memory"
+            self._file = None
+
+    def snapshot(self) -> Recording:
+        """All facts so far."""
+        return Recording(self._lines, self.path)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path | str) -> Recording:
+    """Read a Recording, given its file or the run folder that holds it.
+
+    Raises:
+        RecordingError: the file is missing, is no Recording, is newer than this package, or is corrupt before
+            its last line. A torn last line is not an error: see `Recording.torn`.
+    """
+    path = Path(path)
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise RecordingError(f"{file}: cannot be read ({error.strerror}); give a run folder or its {FILE_NAME}") from error
+    pieces = raw.split(b"\n")
+    whole, rest = pieces[:-1], pieces[-1]
+    lines: list[Line] = []
+    for number, piece in enumerate(whole, start=1):
+        lines.append(Line(number, _decode(piece, file, number, first=number == 1)))
+    if not lines:
+        raise RecordingError(f"{file}: holds no complete line, so it is no Recording (or its run died at once)")
+    torn = f"{file}, line {len(whole) + 1}: cut off while it was being written; all before it is whole" if rest else None
+    return Recording(lines, file, torn)
+
+
+def _decode(piece: bytes, file: Path, number: int, first: bool) -> Fact:
+    where = f"{file}, line {number}"
+    try:
+        body = json.loads(piece)
+        kind = body.pop("fact")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        what = "not a Recording" if first else "corrupt"
+        raise RecordingError(f"{where}: {what} (expected a JSON object with a key 'fact'): {error}") from error
+    if first and kind != Header.kind:
+        raise RecordingError(f"{where}: a Recording begins with a header, found {kind!r}")
+    if first and isinstance(body.get("version"), int) and body["version"] > VERSION:
+        raise RecordingError(
+            f"{where}: written as version {body['version']} by lowprec_callback {body.get('tool_version', '?')}; "
+            f"this one reads up to version {VERSION}: upgrade lowprec_callback to open it"
+        )
+    if kind not in _registry():
+        raise RecordingError(f"{where}: unknown fact {kind!r}; known: {', '.join(sorted(_registry()))}")
+    if kind == Trace.kind and isinstance(body.get("launch_us"), list):
+        body["launch_us"] = [math.nan if item is None else item for item in body["launch_us"]]
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python(body)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        field_name = ".".join(str(part) for part in first_error["loc"])
+        raise RecordingError(f"{where}: fact {kind!r}, field {field_name}: {first_error['msg']}") from error

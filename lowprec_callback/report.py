@@ -1,0 +1,349 @@
+"""What a Report holds: the answers, each number with its spread, its origin and the facts behind it.
+
+A Report is plain data. `analyze` makes it from a Recording, `show` renders it, and `report.json` is it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lowprec_callback.recording import Role
+
+VERSION = 1
+"""Schema version of `report.json`."""
+
+FILE_NAME = "report.json"
+
+Origin = Literal["measured", "derived", "estimated"]
+_ORIGINS: tuple[Origin, ...] = ("measured", "derived", "estimated")
+
+VerdictWord = Literal["confirmed", "fallback", "by_request", "outside", "emulated", "unproven"]
+
+BUCKETS = (
+    "gemm",
+    "quantize",
+    "amax",
+    "hadamard",
+    "scale",
+    "attention",
+    "norm",
+    "activation",
+    "loss",
+    "optimizer",
+    "elementwise",
+    "communication",
+    "copy",
+    "other",
+)
+"""The disjoint kinds of GPU work. `gemm` holds linear layers only; attention's batched products are `attention`."""
+
+QUANTIZATION = ("quantize", "amax", "hadamard", "scale")
+"""The buckets that exist only because a recipe quantizes."""
+
+
+class ReportError(ValueError):
+    """A report file that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its interval, its origin and the facts that it came from; or the reason why there is none.
+
+    `low` and `high` bound the 95% interval where one is known. `facts` names what the number rests on
+    ("step_time lines 40-63"). A Figure without a value has a `reason`, and so has every sum over it.
+    """
+
+    value: float | None
+    unit: str
+    origin: Origin = "derived"
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    facts: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is None and not self.reason:
+            raise ValueError(f"a Figure without a value ({self.unit}) needs a reason")
+        if self.value is not None and not math.isfinite(self.value):
+            raise ValueError(f"a Figure must be finite, got {self.value} {self.unit}")
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a number."""
+        return self.value is not None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the interval's width, in the Figure's unit."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    @staticmethod
+    def missing(unit: str, reason: str) -> Figure:
+        """No number, and why."""
+        return Figure(None, unit, reason=reason)
+
+    @staticmethod
+    def total(figures: Iterable[Figure], unit: str) -> Figure:
+        """The sum; missing as soon as one term is. Half-widths add in quadrature: terms are taken as independent."""
+        terms = list(figures)
+        for term in terms:
+            if term.value is None:
+                return Figure.missing(unit, f"a term of the sum is missing: {term.reason}")
+        value = math.fsum(term.value for term in terms if term.value is not None)
+        widths = [term.half_width for term in terms]
+        low = high = None
+        if terms and all(width is not None for width in widths):
+            spread = math.sqrt(math.fsum(width**2 for width in widths if width is not None))
+            low, high = value - spread, value + spread
+        return Figure(value, unit, worst_origin(terms), low, high, facts=merge_facts(terms))
+
+    def minus(self, other: Figure) -> Figure:
+        """The difference, with half-widths added in quadrature; missing if either side is."""
+        return Figure.total([self, other.scaled(-1.0)], self.unit)
+
+    def scaled(self, factor: float, unit: str | None = None) -> Figure:
+        """The Figure times an exact factor."""
+        unit = unit or self.unit
+        if self.value is None:
+            return Figure.missing(unit, self.reason or "missing")
+        bounds = (
+            (None, None)
+            if self.low is None or self.high is None
+            else tuple(sorted((self.low * factor, self.high * factor)))
+        )
+        return Figure(self.value * factor, unit, "derived", bounds[0], bounds[1], self.n, self.facts)
+
+
+def worst_origin(figures: Iterable[Figure]) -> Origin:
+    """What a combination of figures is: `estimated` if any of them is, else `derived`."""
+    return "estimated" if any(figure.origin == "estimated" for figure in figures) else "derived"
+
+
+def merge_facts(figures: Iterable[Figure]) -> tuple[str, ...]:
+    """The facts of several figures, each once, in order."""
+    return tuple(dict.fromkeys(fact for figure in figures for fact in figure.facts))
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """Asked against ran for one module and role."""
+
+    module: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    calls: int
+    asked: str
+    ran: str
+    verdict: VerdictWord
+    why: str
+    witnesses: dict[str, str] = field(default_factory=dict)
+    """Witness name to what it saw: operands, kernels (later: cublaslt, memory)."""
+    share: float = 0.0
+    """Share of the step's linear-layer FLOPs."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All rows, and coverage: the share of the step's linear-layer FLOPs that ran as asked."""
+
+    coverage: Figure
+    te_coverage: Figure
+    """The same over the GEMMs that a recipe can reach."""
+    rows: tuple[VerdictRow, ...]
+    summary: str
+    disagreements: tuple[str, ...] = ()
+    slow_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One step's wall time, split without gaps or overlaps: wall = sum of buckets + idle + residual (ms)."""
+
+    wall: Figure
+    buckets: dict[str, Figure]
+    idle: Figure
+    residual: Figure
+    busy: Figure
+    complete: bool
+    complaints: tuple[str, ...] = ()
+    traced_wall: Figure | None = None
+    note: str | None = None
+    unknown_kernels: tuple[str, ...] = ()
+    """Names in the bucket `other`, longest time first."""
+
+
+@dataclass(frozen=True)
+class GapTerm:
+    """One step on the way from the baseline's time to the recipe's, in ms; negative saves time."""
+
+    name: str
+    ms: Figure
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """From the baseline's step to the recipe's: the terms sum to the measured difference exactly."""
+
+    baseline: str
+    recipe: str
+    start: Figure
+    end: Figure
+    terms: tuple[GapTerm, ...]
+    missing: str | None = None
+    """Why there are no terms, when there are none."""
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One operation of the model (equal shapes in the same kind of place taken together), one role, one recipe."""
+
+    operation: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    calls: int
+    """Calls in one optimizer step."""
+    kernel_ms: Figure
+    """One call, the GEMM alone."""
+    autocast_ms: Figure
+    """One call, with its share of the quantization that training does for it."""
+    launch_bound: bool = False
+
+
+@dataclass(frozen=True)
+class Speedups:
+    """The four, always together; all against the baseline."""
+
+    kernel: Figure
+    autocast: Figure
+    amdahl: Figure
+    step: Figure
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """Delayed scaling's scale and amax of one tensor of one module."""
+
+    module: str
+    tensor: str
+    scale: float
+    amax: float
+    history_max: float
+    history_length: int
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """Everything about one recipe."""
+
+    name: str
+    title: str
+    baseline: bool
+    refusal: str | None = None
+    """Why it did not run; then nothing below is known."""
+    step_ms: Figure = Figure(None, "ms", reason="not run")
+    host_ms: Figure = Figure(None, "ms", reason="not run")
+    speedups: Speedups | None = None
+    peak_gb: Figure = Figure(None, "GB", reason="not run")
+    samples: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(round, step times in ms) for the plot of distributions."""
+    ledger: Ledger | None = None
+    no_ledger: str | None = None
+    gap: Gap | None = None
+    gemms: tuple[GemmRow, ...] = ()
+    gemm_kernel_ms: Figure = Figure(None, "ms", reason="not run")
+    """All linear-layer GEMMs of one step, kernel-only benchmark."""
+    gemm_autocast_ms: Figure = Figure(None, "ms", reason="not run")
+    verdict: Verdict | None = None
+    scales: tuple[ScaleRow, ...] = ()
+    loss: Figure = Figure(None, "nats", reason="not recorded")
+    clocks: str | None = None
+    numerics: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole answer."""
+
+    version: int
+    tool_version: str
+    created: str
+    model: str
+    engine: str
+    why_engine: str
+    device: str
+    versions: dict[str, str]
+    headline: tuple[str, ...]
+    """Verdict first: a sentence or a few."""
+    reading: tuple[str, ...]
+    """GEMM promise against measured step, in words, with the evidence."""
+    baseline: str
+    recipes: tuple[RecipeReport, ...]
+    plan: str
+    shrunk: str | None = None
+    problems: tuple[str, ...] = ()
+    restored: str | None = None
+    status: str = "finished"
+    recording: str | None = None
+
+    def recipe(self, name: str) -> RecipeReport:
+        """The part about one recipe. Raises KeyError with the known names."""
+        for part in self.recipes:
+            if part.name == name:
+                return part
+        raise KeyError(f"no recipe {name!r} in this report; it has {', '.join(part.name for part in self.recipes)}")
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Write `report.json`."""
+        path.write_text(self.to_json(), encoding="utf-8")
+
+
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Report)
+
+
+def load_report(path: Path | str) -> Report:
+    """Read a `report.json`, given its file or its run folder.
+
+    Raises:
+        ReportError: missing, corrupt, or written by a newer version.
+    """
+    from pydantic import ValidationError
+
+    path = Path(path)
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ReportError(f"{file}: not JSON ({error})") from error
+    version = body.get("version") if isinstance(body, dict) else None
+    if not isinstance(version, int):
+        raise ReportError(f"{file}: no report (it has no integer 'version')")
+    if version > VERSION:
+        raise ReportError(f"{file}: schema version {version}, this package reads up to {VERSION}: upgrade lowprec_callback")
+    try:
+        return _adapter().validate_python(body)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ReportError(f"{file}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error

@@ -1,0 +1,1 @@
+"""A Report for people: console page and plots."""
