@@ -207,12 +207,18 @@ class StepTime(Fact):
 
 @dataclass(frozen=True)
 class HostTime(Fact):
-    """Host time to launch one whole step, from an idle GPU: the step cannot be shorter than this."""
+    """Host time to launch one whole step, from an idle GPU, in a step that is neither timed nor traced.
+
+    `drain_ms` is how long the GPU still worked after the host was done. Near zero, the GPU only followed the
+    host, and the step cannot be shorter than `ms`: launch-bound. Well above zero, the host ran ahead, and `ms`
+    is only an upper bound of what it needs, because a full launch queue makes it wait for the GPU.
+    """
 
     kind: ClassVar[str] = "host_time"
     recipe: str
     round: int
     ms: float
+    drain_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -460,6 +466,7 @@ class Recorder:
         # "x": a Recording is never written over; two runs never share a file.
         self._file: IO[str] | None = path.open("x", encoding="utf-8")
         self._lines: list[Line] = []
+        self._closed = False
         self.lost: str | None = None
         """If the disk refused a fact (full, gone): a sentence. Facts then live on in memory."""
         self.add(Header(version=VERSION, tool_version=tool_version, created=created))
@@ -481,8 +488,14 @@ class Recorder:
         """All facts so far."""
         return Recording(self._lines, self.path)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Close the file. Idempotent."""
+        self._closed = True
         if self._file is not None:
             self._file.close()
             self._file = None

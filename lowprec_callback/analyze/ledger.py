@@ -1,0 +1,165 @@
+"""One step's wall time, split without gaps or overlaps.
+
+    wall = sum of buckets + idle + residual                      [ms, exact by construction]
+
+`wall` comes from timed steps, with nothing attached; the buckets come from traced steps. On a GPU, tracing slows
+the host but not the kernels, so the two can be put together. On a CPU the "kernels" are the host's own operators,
+which tracing does stretch; there the split of the traced step is scaled to the timed one, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lowprec_callback.analyze.intervals import split_by_priority
+from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.traceview import TraceView
+from lowprec_callback.report import BUCKETS, Figure, Ledger, Origin
+
+RESIDUAL_LIMIT = 0.01
+"""Share of the step's wall time above which a residual makes the ledger incomplete."""
+
+OTHER_LIMIT = 0.01
+"""Share of the step's wall time above which unknown kernels make the ledger incomplete."""
+
+UNKNOWN_SHOWN = 20
+"""Unknown kernel names that a ledger lists."""
+
+PRIORITY = (
+    "gemm",
+    "attention",
+    "quantize",
+    "amax",
+    "hadamard",
+    "scale",
+    "norm",
+    "activation",
+    "loss",
+    "optimizer",
+    "elementwise",
+    "other",
+    "copy",
+    "communication",
+)
+"""Who owns an instant in which several kernels run. Copies and communication come last: what computation hides
+costs the step nothing, and only exposed communication is booked as such."""
+
+_RANK = {bucket: rank for rank, bucket in enumerate(PRIORITY)}
+assert set(PRIORITY) == set(BUCKETS)
+
+
+def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[Ledger | None, str | None]:
+    """The ledger of one recipe's step, or None and the reason why there is none.
+
+    For each traced step i the kernels' union is split by priority into buckets b_i,k [ms]; a bucket is the mean over
+    the traced steps, so that busy = sum of buckets holds exactly (medians would not add up):
+
+        bucket_k = mean_i b_i,k         busy = sum_k bucket_k         traced idle = mean_i(traced wall_i) - busy
+
+    On a GPU the traced idle is an upper bound, because tracing only makes the host slower:
+
+        idle = min(max(wall - busy, 0), traced idle)         residual = wall - busy - idle
+
+    A negative residual: the kernels took longer while traced than the whole timed step. A positive one: time
+    that neither kernels nor idle of the traced step account for, such as kernels that the tracer lost.
+
+    On a CPU everything is scaled by f = wall / mean_i(traced wall_i): bucket_k = f mean_i b_i,k, idle = f traced idle
+    (time in no operator: Python and the framework), and the residual is zero by construction.
+    """
+    if wall.value is None:
+        return None, f"no step time to split: {wall.reason}"
+    if not views:
+        return None, "no traced step was recorded"
+    traced_ms = math.fsum(view.wall_ms for view in views) / len(views)
+    if wall.value <= 0 or traced_ms <= 0:
+        return None, "the step's wall time is zero"
+
+    on_cpu = device_type == "cpu"
+    scale = wall.value / traced_ms if on_cpu else 1.0
+    origin: Origin = "estimated" if on_cpu else "measured"
+    derived: Origin = "estimated" if on_cpu else "derived"
+    facts = lines_of("trace", (view.line for view in views))
+    totals = np.sum([bucket_times(view) for view in views], axis=0) / len(views) * scale
+    times = {bucket: float(totals[_RANK[bucket]]) for bucket in BUCKETS}
+
+    busy = math.fsum(times.values())
+    traced_idle = max(traced_ms * scale - busy, 0.0)
+    idle = min(max(wall.value - busy, 0.0), traced_idle)
+    residual = math.fsum([wall.value, *(-time for time in times.values()), -idle])
+    complaints = [*_missing_gemms(views, on_cpu), *_too_much(residual, times["other"], wall.value)]
+    note = None
+    if on_cpu:
+        note = (
+            f"On a CPU tracing stretches the operators themselves: the traced step took {traced_ms:.1f} ms, the timed "
+            f"one {wall.value:.1f} ms, so every part of the traced step is scaled by {scale:.3f}. The shares are "
+            f"measured, the milliseconds estimated. Idle is time in no operator: Python and the framework."
+        )
+    both = (*facts, *wall.facts)
+    return (
+        Ledger(
+            wall=wall,
+            buckets={bucket: Figure(time, "ms", origin, n=len(views), facts=facts) for bucket, time in times.items()},
+            idle=Figure(idle, "ms", derived, facts=both),
+            residual=Figure(residual, "ms", derived, facts=both),
+            busy=Figure(busy, "ms", origin, n=len(views), facts=facts),
+            complete=not complaints,
+            complaints=tuple(complaints),
+            traced_wall=Figure(traced_ms, "ms", "measured", n=len(views), facts=facts),
+            note=note,
+            unknown_kernels=_unknown(views),
+        ),
+        None,
+    )
+
+
+def bucket_times(view: TraceView) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Milliseconds of each bucket in one traced step, in the order of `PRIORITY`; they sum to the union."""
+    rank_of_group = np.array([_RANK.get(group.bucket, _RANK["other"]) for group in view.groups], dtype=np.intp)
+    ranks = rank_of_group[view.group] if len(view.groups) else view.group
+    return split_by_priority(view.start_ms, view.end_ms, ranks, len(PRIORITY))
+
+
+def _missing_gemms(views: Sequence[TraceView], on_cpu: bool) -> list[str]:
+    """Traced steps that show fewer GEMM kernels than the operand witness counted calls."""
+    complaints = []
+    for view in views:
+        if view.expected_gemms is None:
+            continue
+        found = sum(group.count for group in view.groups if group.is_linear_gemm)
+        if found < view.expected_gemms:
+            what = "operators" if on_cpu else "kernels"
+            complaints.append(
+                f"a traced step (line {view.line}) shows {found} linear-layer GEMM {what}, but {view.expected_gemms} "
+                f"GEMM calls were counted in it: the tracer lost {what}, or they are not recognised"
+            )
+    return complaints
+
+
+def _too_much(residual: float, other: float, wall: float) -> list[str]:
+    complaints = []
+    if abs(residual) > RESIDUAL_LIMIT * wall:
+        side = (
+            "the kernels took longer while traced than the whole timed step"
+            if residual < 0
+            else "neither kernels nor idle of the traced step account for it"
+        )
+        complaints.append(
+            f"the residual is {residual:+.2f} ms, {abs(residual) / wall:.1%} of the step (limit {RESIDUAL_LIMIT:.0%}): {side}"
+        )
+    if other > OTHER_LIMIT * wall:
+        complaints.append(
+            f"kernels of unknown kind take {other:.2f} ms, {other / wall:.1%} of the step (limit {OTHER_LIMIT:.0%})"
+        )
+    return complaints
+
+
+def _unknown(views: Sequence[TraceView]) -> tuple[str, ...]:
+    times: dict[str, float] = {}
+    for view in views:
+        for group in view.groups:
+            if _RANK.get(group.bucket, _RANK["other"]) == _RANK["other"]:
+                times[group.name] = times.get(group.name, 0.0) + group.ms
+    return tuple(sorted(times, key=lambda name: (-times[name], name))[:UNKNOWN_SHOWN])

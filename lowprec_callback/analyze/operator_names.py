@@ -1,0 +1,100 @@
+"""Framework operators and ranges: what a CPU trace has instead of kernels, and what launched a GPU kernel.
+
+Three spellings name the same operator:
+
+    aten::native_layer_norm_backward                          the operator
+    NativeLayerNormBackward0                                  its node in the autograd graph
+    autograd::engine::evaluate_function: NativeLayerNormBackward0   the engine around the node
+
+`operation` reduces all three to `native_layer_norm`, and `bucket` looks that up. Operators never say a precision.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+_ENGINE = "autograd::engine::evaluate_function: "
+_NAMESPACES = "aten|prims?|mkldnn|mkl|onednn|quantized|c10d|torch::autograd|te_softmax"
+_OPERATOR = re.compile(rf"(?:{_NAMESPACES})::([A-Za-z0-9_.]+)")
+# Autograd nodes are CamelCase, which tells them from kernels such as `cunn_SoftMaxBackward`.
+_NODE = re.compile(r"(_?[A-Z][A-Za-z0-9_]*?)Backward\d*")
+_RANGES = re.compile(
+    r"lowprec|enumerate\(DataLoader\)|ProfilerStep#|(?:\[[^]]*\])?[Dd]ata_?[Ll]oader|## Call Compiled"
+    r"|TorchDynamo|Torch-Compiled Region|AOTDispatcher"
+)
+"""Ranges that enclose work of all kinds; their own time belongs to no bucket."""
+
+OPERATORS: tuple[tuple[str, str], ...] = (
+    ("optimizer", r"_?fused_(?:adamw?|sgd|adagrad)|_?foreach_\w+|_?amp_\w+"),
+    ("loss", r"nll_loss\w*|\w*cross_entropy\w*|log_softmax|\w+_loss|kl_div"),
+    # torch's losses call log_softmax. A plain softmax in a training step is attention's, or at worst a router's.
+    ("attention", r"\w*(?:scaled_dot_product|attention|softmax)\w*"),
+    (
+        "gemm",
+        r"addmm\w*|b?mm|baddbmm|addbmm|matmul|(?:mkldnn_|mkl_)?linear(?:_pointwise)?|addmv|mv|v?dot|addr"
+        r"|(?:scaled|int|grouped|scaled_grouped)_mm",
+    ),
+    ("norm", r"\w*(?:layer|rms|batch|group|instance)_norm\w*"),
+    (
+        "activation",
+        r"\w*gelu|silu|relu6?|leaky_relu|s?elu|celu|prelu|glu|sigmoid|tanh|threshold|mish|softplus"
+        r"|hard(?:swish|sigmoid|tanh)",
+    ),
+    ("quantize", r"(?:de)?quantize\w*|fake_quantize\w*|\w*choose_qparams\w*"),
+    ("copy", r"to_copy|to|copy|copy_from|clone|contiguous|to_mkldnn|to_dense|reorder\w*|type_as"),
+    (
+        "elementwise",
+        r"add|sub|rsub|mul|div|neg|abs|sign|exp|expm1|log|log1p|log2|pow|sqrt|rsqrt|reciprocal|square|erf|sin|cos"
+        r"|clamp\w*|maximum|minimum|fmod|remainder|floor\w*|ceil|round|lerp|addcmul|addcdiv|isnan|isfinite"
+        r"|nan_to_num|where|masked_fill|fill|zero|zeros\w*|ones\w*|full\w*|arange|linspace|eq|ne|lt|le|gt|ge"
+        r"|logical_\w+|bitwise_\w+|and|or|xor|sum|mean|var|var_mean|std|norm|linalg_vector_norm|max|min|amax|amin"
+        r"|aminmax|argmax|argmin|all|any|cumsum|cumprod|prod|cat|stack|index\w*|gather|scatter\w*|embedding\w*"
+        r"|one_hot|tril|triu|dropout|native_dropout|bernoulli|rand\w*|normal|uniform|exponential|multinomial"
+        r"|repeat\w*|flip|roll|pad|constant_pad_nd",
+    ),
+)
+"""(bucket, pattern of the whole operation), in order. What is not listed (views, allocation) is `other`."""
+
+_PATTERNS = tuple((bucket, re.compile(pattern)) for bucket, pattern in OPERATORS)
+# `_forward` and the like name a direction or a device, not another operation.
+_DIRECTION = re.compile(r"(?:_(?:forward|backward|data|dense|for_cpu|nd|default)|\.\w+)+$")
+
+
+def is_operator(name: str) -> bool:
+    """Whether a name is a framework operator, an autograd node or a range rather than a kernel."""
+    return (
+        name.startswith((_ENGINE, "Optimizer.", "record_param_comms", "gloo:", "nccl:"))
+        or _RANGES.match(name) is not None
+        or _OPERATOR.fullmatch(name) is not None
+        or _NODE.fullmatch(name) is not None
+    )
+
+
+def operation(name: str) -> str:
+    """The operation behind a name: `aten::_log_softmax_backward_data` and `LogSoftmaxBackward0` are `log_softmax`."""
+    name = name.removeprefix(_ENGINE)
+    node = _NODE.fullmatch(name)
+    if node:
+        # A word begins at a capital before a small letter (NLLLoss -> nll_loss), or after a small letter.
+        name = re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])|(?<=[a-z0-9])(?=[A-Z])", "_", node[1]).lower()
+    else:
+        match = _OPERATOR.fullmatch(name)
+        name = match[1] if match else name
+    return _DIRECTION.sub("", name.strip("_")).strip("_")
+
+
+@cache
+def bucket(name: str) -> str:
+    """The bucket of an operator, node or range; `other` when its name says nothing. Raises nothing."""
+    if name.startswith("Optimizer."):
+        return "optimizer"
+    if name.startswith(("c10d::", "gloo:", "nccl:", "record_param_comms")):
+        return "communication"
+    if _RANGES.match(name):
+        return "other"
+    what = operation(name)
+    for found, pattern in _PATTERNS:
+        if pattern.fullmatch(what):
+            return found
+    return "other"

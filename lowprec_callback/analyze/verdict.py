@@ -1,0 +1,308 @@
+"""Asked against ran, for each module and role; unknown is `unproven`, never `confirmed`.
+
+Coverage is counted in FLOPs: a GEMM of M x K x N takes 2 M K N a call, and
+
+    coverage = sum of 2 M K N calls over confirmed rows / the same over all linear-layer GEMMs of the step   [1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowprec_callback.analyze.gemms import operation
+from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, shown
+from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place
+from lowprec_callback.recording import Card, Dispatch, Gemm
+from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
+
+SHARE = "share"
+"""Unit of coverage: a share of one."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a verdict needs to know besides the witnesses."""
+
+    card: Card
+    te: bool
+    """Whether Transformer Engine ran the model."""
+    backward_override: str | None
+    """Who asked for a wide backward pass (`NVTE_BACKWARD_OVERRIDE=high_precision`), if anyone did."""
+    kernels_speak: bool
+    """Whether names of kernels can tell a precision (on a CPU the trace holds operators, which cannot)."""
+
+
+def verdict(
+    gemms: Sequence[tuple[int, Gemm]],
+    dispatches: Sequence[tuple[int, Dispatch]],
+    kernels: Mapping[Place, KernelSight],
+    audit: Audit,
+    contradictions: Iterable[str] = (),
+    slow_paths: tuple[str, ...] = (),
+) -> Verdict:
+    """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
+    captured = [gemm for _, gemm in gemms]
+    witness = OperandWitness.of((fact for _, fact in dispatches), captured)
+    shapes = Counter((gemm.module, gemm.role) for gemm in captured)
+    total = math.fsum(flops(gemm) for gemm in captured)
+    quantized_forward = {
+        gemm.module
+        for gemm in captured
+        if gemm.role == "fprop" and any(o.operands.quantized for o in witness.outcomes(gemm, only_shape=False))
+    }
+    rows: list[VerdictRow] = []
+    reachable: list[bool] = []
+    disagreements = list(contradictions)
+    for gemm in captured:
+        place = (gemm.module, gemm.role)
+        outcomes = witness.outcomes(gemm, only_shape=shapes[place] > 1)
+        found = _rows(gemm, outcomes, witness.steps, kernels.get(place), audit, gemm.module in quantized_forward)
+        for row, disagreement in found:
+            rows.append(_with_share(row, gemm, total))
+            reachable.append(gemm.quantizable)
+            if disagreement:
+                disagreements.append(disagreement)
+    strangers = sorted({place for place in witness.found if place not in shapes})
+    if strangers and captured:
+        names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in strangers[:3])
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        disagreements.append(f"GEMMs reached the library that the capture did not see: {names}{more}")
+
+    facts = (*lines_of("gemm", (n for n, _ in gemms)), *lines_of("dispatch", (n for n, _ in dispatches)))
+    coverage, te_coverage = _coverage(rows, reachable, bool(dispatches or kernels), facts, audit.card.recipe)
+    return Verdict(
+        coverage=coverage,
+        te_coverage=te_coverage,
+        rows=tuple(rows),
+        summary=summary(rows, reachable, coverage, audit),
+        disagreements=tuple(dict.fromkeys(disagreements)),
+        slow_paths=slow_paths,
+    )
+
+
+def flops(gemm: Gemm) -> float:
+    """2 M K N calls [FLOP]: the same for all three roles of a layer. M of a grouped call sums over its groups."""
+    return 2.0 * gemm.m * gemm.k * gemm.n * gemm.calls
+
+
+def _with_share(row: tuple[VerdictRow, float], gemm: Gemm, total: float) -> VerdictRow:
+    made, part = row
+    share = part * flops(gemm) / total if total else 0.0
+    return VerdictRow(**{**made.__dict__, "share": share})
+
+
+def _rows(
+    gemm: Gemm,
+    outcomes: Sequence[Outcome],
+    steps: float,
+    sight: KernelSight | None,
+    audit: Audit,
+    quantized_forward: bool,
+) -> list[tuple[tuple[VerdictRow, float], str | None]]:
+    """Rows of one GEMM as ((row, its part of the GEMM's calls), disagreement)."""
+    asked = Operands.asked(audit.card, gemm.role)
+    made: list[tuple[tuple[VerdictRow, float], str | None]] = []
+
+    def add(ran: str, word: VerdictWord, why: str, seen: dict[str, str], part: float, clash: str | None = None) -> None:
+        calls = round(gemm.calls * part)
+        row = VerdictRow(
+            gemm.module, gemm.role, gemm.m, gemm.k, gemm.n, calls, str(asked), ran, word, why, seen
+        )
+        made.append(((row, part), clash))
+
+    sight = sight if audit.kernels_speak else None
+    kernels = {"kernels": str(sight)} if sight is not None and sight.known else {}
+    if not outcomes:
+        ran, word, why = _by_kernels_alone(gemm, asked, sight, audit)
+        add(ran, word, why, kernels, 1.0)
+        return made
+
+    due = max(gemm.calls * steps, float(sum(outcome.calls for outcome in outcomes)))
+    clash = _clash(gemm, asked, outcomes, sight)
+    emulated = asked.precision == "fp8-block" and sight is not None and "mxfp8" in sight.known
+    for outcome in outcomes:
+        seen = {"operands": str(outcome.operands), **kernels}
+        part = outcome.calls / due
+        if clash:
+            add(str(outcome.operands), "unproven", "the witnesses disagree", seen, part, clash)
+        elif emulated and outcome.operands.precision == "fp8-block":
+            why = "block scaling was converted to MXFP8 before the product, and an MXFP8 kernel ran"
+            add(f"{outcome.operands}, as mxfp8", "emulated", why, seen, part)
+        else:
+            word, why = _judge(gemm, asked, outcome, audit, quantized_forward)
+            silent = "" if kernels else _silence(sight, audit)
+            add(str(outcome.operands), word, "; ".join(text for text in (why, silent) if text), seen, part)
+    unseen = 1.0 - math.fsum(outcome.calls for outcome in outcomes) / due
+    if unseen > 1e-9:
+        why = f"{unseen:.0%} of the calls reached no function that was watched"
+        add(UNKNOWN, "unproven", why, {}, unseen)
+    return made
+
+
+def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: KernelSight | None) -> str | None:
+    """If kernels ran that cannot have multiplied the operands that were seen: a sentence that says so."""
+    if sight is None:
+        return None
+    seen = [outcome.operands for outcome in outcomes if outcome.operands.precision != UNKNOWN]
+    if not seen:
+        return None
+    text = " and ".join(dict.fromkeys(str(operands) for operands in seen))
+    for precision in sight.known:
+        emulation = precision == "mxfp8" and any(o.precision == "fp8-block" for o in seen)
+        if not emulation and not any(kernel_fits(operands, precision) for operands in seen):
+            return f"{gemm.module} {gemm.role}: operands were {text}, but a kernel of precision {precision} ran"
+    formats = {tuple(sorted(operands.formats)) for operands in seen}
+    strange = [pair for pair in sorted(sight.operands) if pair not in formats]
+    # Only FP8's two formats can differ within one precision; other names are checked by precision above.
+    if strange and asked.precision == "fp8" and all(form in ("e4m3", "e5m2") for form in strange[0]):
+        return f"{gemm.module} {gemm.role}: operands were {text}, but a kernel for {' x '.join(strange[0])} ran"
+    return None
+
+
+def _judge(
+    gemm: Gemm, asked: Operands, outcome: Outcome, audit: Audit, quantized_forward: bool
+) -> tuple[VerdictWord, str]:
+    """The verdict on calls whose operands were seen and that no kernel contradicts."""
+    ran = outcome.operands
+    if same(asked, ran) and (gemm.quantizable or audit.card.baseline):
+        note = "the operands do not tell delayed from current scaling" if "tensor" in ran.scalings else ""
+        return "confirmed", note
+    if not gemm.quantizable:
+        return "outside", f"no recipe reaches it ({gemm.family})"
+    if ran.precision == UNKNOWN:
+        return "unproven", "the operands' format is not known"
+    if asked.precision == "fp8-block" and ran.precision == "mxfp8":
+        return "emulated", "block scaling ran as MXFP8"
+    wider = BITS[ran.precision] > BITS.get(asked.precision, 0)
+    if wider and outcome.in_region is False:
+        return "by_request", "the module ran outside the quantized region"
+    if wider and gemm.role != "fprop" and audit.backward_override and quantized_forward:
+        return "by_request", f"{audit.backward_override} asks for a wide backward pass"
+    return "fallback", _how_it_fell(asked.precision, ran.precision, str(ran))
+
+
+def _how_it_fell(asked: str, ran: str, text: str) -> str:
+    asked_bits, ran_bits = BITS.get(asked, 0), BITS[ran]
+    if ran_bits > asked_bits:
+        return f"ran wider than asked: {ran_bits} bits an element, not {asked_bits}"
+    if ran_bits < asked_bits:
+        return f"ran narrower than asked: {ran_bits} bits an element, not {asked_bits}"
+    return f"ran another recipe: {text}"
+
+
+def _by_kernels_alone(
+    gemm: Gemm, asked: Operands, sight: KernelSight | None, audit: Audit
+) -> tuple[str, VerdictWord, str]:
+    """(ran, verdict, why) where no operand was seen."""
+    outside = not gemm.quantizable and not audit.card.baseline
+    if sight is None or not sight.known:
+        if outside:
+            return UNKNOWN, "outside", f"no recipe reaches it ({gemm.family}); what it ran in was not seen"
+        names = _silence(sight, audit)
+        return UNKNOWN, "unproven", f"its operands were not seen, and {names or 'no kernel was'}"
+    ran = " and ".join(sight.known)
+    if outside:
+        return ran, "outside", f"no recipe reaches it ({gemm.family})"
+    if UNKNOWN in sight.counts:
+        return f"{ran} and unknown", "unproven", "its operands were not seen, and not every kernel name is known"
+    strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
+    if not strange:
+        note = "; a kernel name does not tell delayed from current scaling" if asked.precision == "fp8" else ""
+        return ran, "confirmed", f"by kernel names alone{note}"
+    if asked.precision == "fp8-block" and strange == ["mxfp8"]:
+        return ran, "emulated", "block scaling ran as MXFP8 (by kernel names alone)"
+    if gemm.role != "fprop" and audit.backward_override:
+        return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"
+    worst = max(strange, key=lambda precision: BITS.get(precision, 0))
+    if worst not in BITS:
+        return ran, "unproven", f"a kernel of precision {worst} ran"
+    return ran, "fallback", f"{_how_it_fell(asked.precision, worst, worst)} (by kernel names alone)"
+
+
+def _silence(sight: KernelSight | None, audit: Audit) -> str:
+    """Why the kernels say nothing."""
+    if not audit.kernels_speak:
+        return "operators on a CPU do not tell a precision"
+    if sight is None:
+        return "no kernel of this module and role was traced"
+    return "its kernels' names tell no precision"
+
+
+def _coverage(
+    rows: Sequence[VerdictRow], reachable: Sequence[bool], witnessed: bool, facts: tuple[str, ...], recipe: str
+) -> tuple[Figure, Figure]:
+    if not rows:
+        missing = Figure.missing(SHARE, "no linear-layer GEMM was captured")
+        return missing, missing
+    if not witnessed:
+        missing = Figure.missing(SHARE, f"no traced step of {recipe} was recorded, so nothing says what ran")
+        return missing, missing
+    # A clamp for rounding only: the shares sum to one.
+    whole = Figure(min(1.0, math.fsum(_confirmed(rows))), SHARE, "derived", facts=facts)
+    inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
+    below = math.fsum(row.share for row in inside)
+    if below <= 0:
+        return whole, Figure.missing(SHARE, "the model has no GEMM that a recipe can reach")
+    return whole, Figure(min(1.0, math.fsum(_confirmed(inside)) / below), SHARE, "derived", facts=facts)
+
+
+def _confirmed(rows: Iterable[VerdictRow]) -> list[float]:
+    return [row.share for row in rows if row.verdict == "confirmed"]
+
+
+def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, audit: Audit) -> str:
+    """One sentence: all as asked, or how much was and what was not."""
+    if coverage.value is None:
+        return f"What ran is not known: {coverage.reason}."
+    inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
+    outside = [row for row in rows if row.verdict == "outside"]
+    tail = ""
+    if outside:
+        names = ", ".join(dict.fromkeys(operation(row.module) for row in outside))
+        tail = f" Outside ({math.fsum(row.share for row in outside):.1%} of linear FLOPs): {names}."
+    if inside and all(row.verdict == "confirmed" for row in inside):
+        precision = shown(Operands.asked(audit.card, "fprop").precision)
+        return f"All {'TE' if audit.te else 'linear'} GEMMs ran in {precision}: {_extent(inside)}.{tail}"
+    kinds: dict[str, list[VerdictRow]] = {}
+    for row in inside:
+        if row.verdict != "confirmed":
+            kinds.setdefault(row.verdict, []).append(row)
+    told = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
+    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {told}.{tail}"
+
+
+def _floor_percent(share: float) -> str:
+    """A share in percent, rounded down: 99.97% is never called 100%."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"
+
+
+def _extent(rows: Sequence[VerdictRow]) -> str:
+    """`24 layers x 4 linears x 3 roles`, where the model is that regular; else `97 modules`."""
+    modules = dict.fromkeys(row.module for row in rows)
+    roles = {module: {row.role for row in rows if row.module == module} for module in modules}
+    kinds = Counter(operation(module) for module in modules)
+    every = set().union(*roles.values())
+    if len(set(kinds.values())) == 1 and all(found == every for found in roles.values()):
+        layers = next(iter(kinds.values()))
+        linears = f"{len(kinds)} linear{'s' if len(kinds) > 1 else ''} x {len(every)} role{'s' if len(every) > 1 else ''}"
+        return f"{layers} layers x {linears}" if layers > 1 else linears
+    return f"{len(modules)} modules, {len({(row.module, row.role) for row in rows})} GEMMs"
+
+
+def _places(rows: Sequence[VerdictRow]) -> str:
+    """`layers.*.mlp.fc2 (dgrad, wgrad: bf16 x bf16)` and how many more."""
+    grouped: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for row in rows:
+        roles, modules = grouped.setdefault((operation(row.module), row.ran), ([], []))
+        roles.append(row.role)
+        modules.append(row.module)
+    texts = [
+        f"{modules[0] if len(set(modules)) == 1 else name} ({', '.join(dict.fromkeys(roles))}: {ran})"
+        for (name, ran), (roles, modules) in grouped.items()
+    ]
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more

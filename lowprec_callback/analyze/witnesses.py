@@ -1,0 +1,129 @@
+"""What the witnesses of a recipe's traced steps saw, for each module and role.
+
+Two witnesses that do not know of each other: the operands that reached the GEMM library (`Dispatch`), and the names of
+the kernels that the GPU then ran (`Trace`), checked against a signature book learned from the benchmark
+(`GemmTime.kernels`), whose precision is known because the benchmark chose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lowprec_callback.analyze.kernels import classify
+from lowprec_callback.analyze.precision import UNKNOWN, Operands, kernel_fits
+from lowprec_callback.analyze.traceview import TraceView
+from lowprec_callback.recording import Card, Dispatch, Gemm, GemmTime
+
+Place = tuple[str, str]
+"""(module, role)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Calls of one module and role that got the same operands."""
+
+    operands: Operands
+    in_region: bool | None
+    calls: int
+
+
+@dataclass(frozen=True)
+class OperandWitness:
+    """All `Dispatch` facts of one recipe."""
+
+    found: Mapping[Place, Sequence[Dispatch]]
+    steps: float
+    """Traced steps that the facts cover: the largest ratio of calls seen to calls captured in one step."""
+
+    @staticmethod
+    def of(dispatches: Iterable[Dispatch], gemms: Sequence[Gemm]) -> OperandWitness:
+        """Sort the facts by place."""
+        found: dict[Place, list[Dispatch]] = {}
+        for dispatch in dispatches:
+            found.setdefault((dispatch.module, dispatch.role), []).append(dispatch)
+        captured: dict[Place, int] = {}
+        for gemm in gemms:
+            place = (gemm.module, gemm.role)
+            captured[place] = captured.get(place, 0) + gemm.calls
+        ratios = [
+            sum(dispatch.calls for dispatch in found[place]) / calls
+            for place, calls in captured.items()
+            if place in found and calls
+        ]
+        return OperandWitness(found, max([1.0, *ratios]))
+
+    def outcomes(self, gemm: Gemm, only_shape: bool) -> list[Outcome]:
+        """What this GEMM's calls got. With `only_shape`, calls of the same place with another shape do not count."""
+        calls: dict[tuple[Operands, bool | None], int] = {}
+        for dispatch in self.found.get((gemm.module, gemm.role), ()):
+            if only_shape and (dispatch.m, dispatch.k, dispatch.n) != (gemm.m, gemm.k, gemm.n):
+                continue
+            key = (Operands.seen(dispatch.weight_or_input, dispatch.other), dispatch.in_region)
+            calls[key] = calls.get(key, 0) + dispatch.calls
+        return [Outcome(operands, region, count) for (operands, region), count in calls.items()]
+
+
+@dataclass
+class KernelSight:
+    """The GEMM kernels that ran for one module and role."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Precision (`unknown` included) to number of kernels."""
+    operands: set[tuple[str, str]] = field(default_factory=set)
+    """Operand formats that the names tell, order not known."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Precisions that the names tell, without `unknown`."""
+        return tuple(sorted(precision for precision in self.counts if precision != UNKNOWN))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{precision} ({count} kernels)" for precision, count in sorted(self.counts.items()))
+
+
+class SignatureBook:
+    """Kernel names that the benchmark launched, and the precisions that it launched them in."""
+
+    def __init__(self, times: Iterable[GemmTime], cards: Mapping[str, Card]) -> None:
+        self._precisions: dict[str, set[str]] = {}
+        self.contradictions: dict[str, list[str]] = {}
+        """By recipe: benchmarks whose kernel names say another precision than the benchmark was asked to run."""
+        for time in times:
+            card = cards.get(time.recipe)
+            if card is None or time.failure:
+                continue
+            asked = Operands.asked(card, time.role)
+            for name in time.kernels:
+                kernel = classify(name)
+                if kernel.gemm_helper:
+                    continue
+                self._precisions.setdefault(name, set()).add(asked.precision)
+                emulated = asked.precision == "fp8-block" and kernel.precision == "mxfp8"
+                if kernel.precision != UNKNOWN and not emulated and not kernel_fits(asked, kernel.precision):
+                    shape = f"{time.m}x{time.k}x{time.n}"
+                    text = f"the benchmark of {time.recipe} {time.role} {shape} ran a {kernel.precision} kernel: {name}"
+                    self.contradictions.setdefault(time.recipe, []).append(text)
+
+    def precision(self, name: str) -> str:
+        """The one precision that the benchmark launched this kernel in; `unknown` if none or several."""
+        found = self._precisions.get(name, set())
+        return next(iter(found)) if len(found) == 1 else UNKNOWN
+
+
+def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Place, KernelSight]:
+    """What ran for each module and role, by kernel name. A name of unknown precision is looked up in the book."""
+    found: dict[Place, KernelSight] = {}
+    for view in views:
+        for group in view.groups:
+            if not group.role or not group.module or not group.is_linear_gemm:
+                continue
+            precision = group.kernel.precision
+            if precision == UNKNOWN:
+                precision = book.precision(group.name)
+            sight = found.setdefault((group.module, group.role), KernelSight())
+            sight.counts[precision] = sight.counts.get(precision, 0) + group.count
+            if group.kernel.operands is not None:
+                first, second = sorted(group.kernel.operands)
+                sight.operands.add((first, second))
+    return found

@@ -1,0 +1,262 @@
+"""The Lightning callback: hooks that call the sweep, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowprec_callback.plan import Settings
+from lowprec_callback.recipes import RecipeError, resolve
+from lowprec_callback.session import Options, ProfilerError, Session, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from lowprec_callback.report import Report
+else:
+    from lightning.pytorch import Callback
+
+ANY_ENGINE = "transformer_engine"
+"""Names of recipes are checked before the engine is known; `resolve` lets a named recipe through for any."""
+
+
+class LowPrecisionProfiler(Callback):
+    """Measure, over the first steps of `fit`, what each low-precision recipe gains for this model on this machine.
+
+    All arguments are plain values.
+
+    Args:
+        recipes: names ("fp8_delayed"), paths of TOML cards, or folders of them; None for every recipe that can
+            run here.
+        baseline: the recipe that the others are compared with; None for bf16 with Transformer Engine and for fp32
+            (or bf16, if the model is stored so) without.
+        rounds: blocks for each recipe, in a new order each round, so that clock drift hits all alike.
+        settle_steps: optimizer steps at the start of a block that are not timed.
+        timed_steps: timed optimizer steps in a block.
+        traced_steps: traced optimizer steps for each recipe, apart from the timed ones; 0 for no ledger.
+        gemm_benchmark: time the model's own GEMM shapes under each recipe as well.
+        continue_with: the recipe to train on with after the sweep; None for the user's own precision.
+        stop_after: stop `fit` when the sweep is over.
+        restore: put parameters, optimizer, schedulers and random generators back to where they were before the
+            sweep. The batches that it used stay used, and its steps count towards `max_steps`.
+        output_dir: where run folders are made.
+        seed: of the order of recipes.
+        nvtx: emit NVTX ranges in the domain "lowprec"; None for only when Nsight Systems is attached.
+        progress: show a progress bar (plain lines where another bar owns the terminal).
+        recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
+
+    Raises:
+        ProfilerError: an argument is out of range, or a recipe is unknown.
+
+    Attributes:
+        report: the Report once the sweep is over, else None.
+        why_not: why there is no report, as a sentence, once that is known.
+        session: the running or finished session.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[str] | str | None = None,
+        baseline: str | None = None,
+        rounds: int = 3,
+        settle_steps: int = 3,
+        timed_steps: int = 8,
+        traced_steps: int = 2,
+        gemm_benchmark: bool = True,
+        continue_with: str | None = None,
+        stop_after: bool = False,
+        restore: bool = True,
+        output_dir: str = "runs",
+        seed: int = 0,
+        nvtx: bool | None = None,
+        progress: bool = True,
+        recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        try:
+            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed)
+            for names in (recipes, baseline, continue_with):
+                resolve(names, ANY_ENGINE)
+        except (RecipeError, ValueError) as error:
+            raise ProfilerError(f"LowPrecisionProfiler: {error}") from error
+        self._options = Options(
+            recipes=recipes,
+            baseline=baseline,
+            settings=settings,
+            gemm_benchmark=gemm_benchmark,
+            restore=restore,
+            output_dir=output_dir,
+            nvtx=nvtx,
+            progress=progress,
+            recipe_arguments=dict(recipe_arguments or {}),
+        )
+        self._continue_with = continue_with
+        self._stop_after = stop_after
+        self._patched: LightningModule | None = None
+        self._step_of_batch = 0
+        self._started = False
+        self.session: Session | None = None
+        self.why_not: str | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """The finished report."""
+        return self.session.report if self.session else None
+
+    # -- fit -------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Everything is on its device and the optimizers exist: open the session."""
+        if self._started:
+            return
+        self._started = True
+        self.session = Session.open(self._options, _training(trainer, pl_module))
+        self._patch(pl_module)
+        self.session.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember the optimizer's step, to see whether this batch completes one."""
+        self._step_of_batch = trainer.global_step
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Backward begins."""
+        if self._sweeping:
+            self._sweep.phase("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Backward is over."""
+        if self._sweeping:
+            self._sweep.phase("")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """The optimizer begins; its phase lasts to the end of the step."""
+        if self._sweeping:
+            self._sweep.phase("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """With gradient accumulation a step is several batches: it is over when the optimizer has stepped."""
+        if not self._sweeping or trainer.global_step == self._step_of_batch:
+            return
+        if self._sweep.step_end(_loss_of(outputs)):
+            self._complete(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluation inside a step: its time is no training time."""
+        if self._sweeping:
+            self._sweep.contaminate("evaluation ran inside this step")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Likewise for a checkpoint."""
+        if self._sweeping:
+            self._sweep.contaminate("a checkpoint was written inside this step")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training is over; so is the sweep, complete or not."""
+        if self._sweeping and self.session is not None:
+            self.session.close("shortened", "training ended before the sweep did")
+        self._unpatch()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A fit without a single step never came to `on_train_start`."""
+        if not self._started and trainer.is_global_zero:
+            self.why_not = "the fit had no training steps, so nothing was profiled"
+            print(f"lowprec: {self.why_not}", flush=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The user's exception: take everything of ours away, keep what was measured, and let it pass."""
+        self._unpatch()
+        if isinstance(exception, ProfilerError):
+            self.why_not = str(exception)
+        if self.session is not None:
+            name = type(exception).__name__
+            status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+            self.session.close(status, f"{name}: {exception}" if str(exception) else name)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Whatever happened, nothing of ours stays."""
+        self._unpatch()
+
+    # -- the sweep -------------------------------------------------------------------------------------------------
+
+    @property
+    def _sweeping(self) -> bool:
+        return self.session is not None and not self.session.sweep.done
+
+    @property
+    def _sweep(self) -> Any:
+        assert self.session is not None
+        return self.session.sweep
+
+    def _complete(self, trainer: Trainer) -> None:
+        assert self.session is not None
+        self.session.close("finished")
+        if self._continue_with is None or self._stop_after:
+            self._unpatch()
+        if self._stop_after:
+            trainer.should_stop = True
+
+    @contextmanager
+    def _region(self) -> Iterator[None]:
+        assert self.session is not None
+        if self._sweeping:
+            with self._sweep.region():
+                yield
+            return
+        card = self.session.cards.get(self._continue_with or "")
+        if card is None:
+            yield
+            return
+        with self.session.engine.region(card):
+            yield
+
+    def _patch(self, pl_module: LightningModule) -> None:
+        """Wrap this module's `training_step`, innermost, so that the recipe wins over the precision plugin's region."""
+        original: Callable[..., Any] = pl_module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with self._region():
+                return original(*args, **kwargs)
+
+        self._own_step = pl_module.__dict__.get("training_step")
+        self._patched = pl_module
+        pl_module.__dict__["training_step"] = training_step
+
+    def _unpatch(self) -> None:
+        if self._patched is None:
+            return
+        if self._own_step is not None:
+            self._patched.__dict__["training_step"] = self._own_step
+        else:
+            self._patched.__dict__.pop("training_step", None)
+        self._patched = None
+
+
+def _loss_of(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, dict) else outputs
+
+
+def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
+    """Read from the Trainer what a session needs to know."""
+    total = trainer.estimated_stepping_batches
+    left = None if math.isinf(total) or total < 0 else int(total) - trainer.global_step
+    return Training(
+        model=pl_module,
+        device=pl_module.device,
+        name=str(getattr(pl_module, "profile_name", type(pl_module).__name__)),
+        optimizers=trainer.optimizers,
+        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+        scaler=getattr(trainer.precision_plugin, "scaler", None),
+        steps_left=left,
+        micro_batches=trainer.accumulate_grad_batches,
+        other_progress_bar=trainer.progress_bar_callback is not None,
+        speaks=trainer.is_global_zero,
+        world_size=trainer.world_size,
+    )

@@ -1,0 +1,148 @@
+"""What an engine is: the one place that knows how to run this model under this recipe.
+
+An engine knows the model and the libraries, and no Trainer. The sweep asks it in this order: can this recipe run
+(`refusal`, then `probe`), `switch` to it, wrap each `training_step` in its `region`; and for the steps that are
+watched: which modules to follow, and what reaches the GEMM library (`watch`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lowprec_callback.measure.dispatch import AtenProduct, AtenWatcher, Call
+from lowprec_callback.measure.scopes import Scope
+from lowprec_callback.recipes import RecipeCard
+from lowprec_callback.recording import Role, Scales
+
+Current = Callable[[], Scope | None]
+Around = Callable[[Scope | None, Role], AbstractContextManager[Any]]
+Replay = Callable[[Role, Callable[[], Any]], None]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight matrix of a module: N output features by K input features."""
+
+    suffix: str
+    """What to add to the module's path: empty, or `.fc1`, `.fc2` where a module owns two linears."""
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A module that owns the weight of a linear layer."""
+
+    path: str
+    family: str
+    """TE's class name, or `nn.Linear`."""
+    weights: tuple[Weight, ...]
+    bias: bool
+    quantizable: bool
+    """Whether a recipe reaches its GEMMs."""
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Why a recipe is not run, and who says so."""
+
+    reason: str
+    source: str
+
+
+class Engine(ABC):
+    """Runs one model under recipes. See the module's docstring for the order of calls."""
+
+    name: Literal["transformer_engine", "plain_torch"]
+
+    def __init__(self, model: nn.Module, device: torch.device, why: str) -> None:
+        self.model = model
+        self.device = device
+        self.why = why
+        """Why this engine was chosen, as a sentence for the report."""
+
+    @property
+    @abstractmethod
+    def default_baseline(self) -> str:
+        """The recipe that the others are compared with, unless the user names another."""
+
+    @abstractmethod
+    def refusal(self, card: RecipeCard) -> NotRun | None:
+        """Why the card cannot run on this machine with these libraries, from what they say of themselves."""
+
+    @abstractmethod
+    def probe(self, card: RecipeCard) -> NotRun | None:
+        """Prove it: a tiny forward and backward at the model's own feature sizes, gradients finite and not all zero."""
+
+    @abstractmethod
+    def region(self, card: RecipeCard) -> AbstractContextManager[Any]:
+        """The context to run one `training_step` in."""
+
+    @abstractmethod
+    def switch(self) -> None:
+        """Forget all quantization state of the recipe before, so that the next one begins as in a fresh process."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Set the user's own quantization state aside; `switch` then no longer touches it."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Bring back what `save` set aside."""
+
+    @abstractmethod
+    def linear_layers(self) -> list[LinearLayer]:
+        """Every linear layer of the model, whoever runs it."""
+
+    def scoped_modules(self) -> dict[str, nn.Module]:
+        """The modules to follow in captured and traced steps: linear layers, attention cores, and all leaves."""
+        linear = {layer.path for layer in self.linear_layers()}
+        return {
+            path: module
+            for path, module in self.model.named_modules()
+            if path and (path in linear or not any(module.children()) or "Attention" in type(module).__name__)
+        }
+
+    @contextmanager
+    def watch(
+        self,
+        current: Current,
+        calls: Callable[[Call], None] | None = None,
+        products: Callable[[AtenProduct], None] | None = None,
+        around: Around | None = None,
+        replay: Replay | None = None,
+    ) -> Iterator[None]:
+        """See what reaches the GEMM library. `products` gets PyTorch's own matrix products."""
+        del calls, around, replay  # only TE has entries to watch
+        if products is None:
+            yield
+            return
+        with AtenWatcher(current, products):
+            yield
+
+    def in_region(self, path: str) -> bool | None:
+        """Whether the module's last forward ran inside a quantized region; None if there is no such thing."""
+        del path
+
+    def scales(self, card: RecipeCard, round_: int) -> list[Scales]:
+        """Delayed scaling's state, for a few modules; empty for recipes that have none."""
+        del card, round_
+        return []
+
+    @abstractmethod
+    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
+        """A fresh linear layer of this engine's own kind, K inputs to N outputs, in the model's parameter type."""
+
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the model's first parameter."""
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                return parameter.dtype
+        return torch.float32

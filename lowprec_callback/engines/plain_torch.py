@@ -1,0 +1,93 @@
+"""The engine without Transformer Engine: FP32 and BF16 on any device, by `torch.autocast`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lowprec_callback.engines.base import Engine, LinearLayer, NotRun, Weight
+from lowprec_callback.recipes import RecipeCard, static_refusal
+
+
+class PlainTorchEngine(Engine):
+    """Runs a recipe by turning `torch.autocast` on or off around `training_step`."""
+
+    name: Literal["transformer_engine", "plain_torch"] = "plain_torch"
+
+    @property
+    def default_baseline(self) -> str:
+        """FP32 parameters are compared from FP32; a model that is BF16 already cannot run FP32."""
+        return "fp32" if self.dtype() == torch.float32 else "bf16"
+
+    def refusal(self, card: RecipeCard) -> NotRun | None:
+        """See `Engine.refusal`."""
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        reason = static_refusal(
+            card,
+            engine=self.name,
+            device_type=self.device.type,
+            compute_capability=capability,
+            cuda_version=torch.version.cuda,
+            te_version=None,
+        )
+        if reason is None and card.autocast_dtype is None and self.dtype() != torch.float32:
+            reason = f"the model's parameters are {self.dtype()}: without autocast it cannot run in FP32"
+        return NotRun(reason, "the recipe card's requirements") if reason else None
+
+    def probe(self, card: RecipeCard) -> NotRun | None:
+        """See `Engine.probe`."""
+        sizes = {(weight.k, weight.n) for layer in self.linear_layers() for weight in layer.weights}
+        for k, n in sorted(sizes)[:4]:
+            try:
+                layer = self.make_linear(k, n, bias=False)
+                x = torch.randn(16, k, device=self.device, dtype=self.dtype(), requires_grad=True)
+                with self.region(card):
+                    y = layer(x)
+                y.float().square().mean().backward()
+            except Exception as error:
+                return NotRun(f"a linear layer {k} -> {n} failed: {type(error).__name__}: {error}", "our probe")
+            for what, grad in (("input", x.grad), ("weight", next(layer.parameters()).grad)):
+                if grad is None or not bool(torch.isfinite(grad).all()) or not bool(grad.any()):
+                    return NotRun(f"a linear layer {k} -> {n} gave a {what} gradient that is zero or not finite", "our probe")
+        return None
+
+    def region(self, card: RecipeCard) -> AbstractContextManager[Any]:
+        """`torch.autocast`, on for a card with an autocast type, explicitly off for one without."""
+        if card.autocast_dtype is None:
+            return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self.device.type, dtype=getattr(torch, card.autocast_dtype))
+
+    def switch(self) -> None:
+        """Autocast keeps nothing between regions."""
+
+    def save(self) -> None:
+        """Nothing to save."""
+
+    def restore(self) -> None:
+        """Nothing to restore."""
+
+    def linear_layers(self) -> list[LinearLayer]:
+        """Every `nn.Linear`."""
+        return plain_linears(self.model, quantizable=True)
+
+    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
+        """An `nn.Linear`."""
+        return nn.Linear(k, n, bias=bias, device=self.device, dtype=self.dtype())
+
+
+def plain_linears(model: nn.Module, quantizable: bool) -> list[LinearLayer]:
+    """The `nn.Linear` modules of a model (not their subclasses in other libraries, which bring their own GEMMs)."""
+    return [
+        LinearLayer(
+            path=path,
+            family="nn.Linear",
+            weights=(Weight("", module.in_features, module.out_features),),
+            bias=module.bias is not None,
+            quantizable=quantizable,
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformer_engine")
+    ]

@@ -1,0 +1,403 @@
+"""The engine for models of Transformer Engine (TE) layers. The only file that imports TE.
+
+TE 2.8 and newer. `te.autocast(enabled=, recipe=)` is the name since 2.9; before it was
+`te.fp8_autocast(enabled=, fp8_recipe=)`, which newer versions still carry with a deprecation warning.
+
+Switching recipes on a live model needs care. A module keeps its quantizers as long as the *class* of the recipe
+stays the same (TE issue #3157), and delayed scaling's rebuilt state inherits the old one's scales
+(`RecipeState.inherit_state_from`). So `switch` takes each module's state away altogether; the module then builds
+its state as it did on the first step of its life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Replay, Weight
+from lowprec_callback.engines.plain_torch import plain_linears
+from lowprec_callback.measure.dispatch import AtenProduct, AtenWatcher, Call, watch_entries
+from lowprec_callback.recipes import RecipeCard, static_refusal
+from lowprec_callback.recording import Scales
+
+PROBE_TOKENS = 128
+"""M of the probe: a multiple of every alignment that a recipe asks for (NVFP4's fused path wants 64)."""
+
+SCALED_MODULES = 2
+"""Modules whose delayed-scaling state is recorded at the end of a block: the first and the last."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The outcome of importing TE."""
+
+    te: Any = None
+    """`transformer_engine.pytorch`"""
+    tex: Any = None
+    """`transformer_engine_torch`, the compiled part"""
+    recipes: Any = None
+    """`transformer_engine.common.recipe`"""
+    version: str | None = None
+    reason: str | None = None
+    """Why the import failed; any exception counts (see `load`)."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether TE is there."""
+        return self.te is not None
+
+
+@cache
+def load() -> Loaded:
+    """Import TE once. Its import can fail with RuntimeError, AssertionError, OSError, FileNotFoundError: all are reasons."""
+    try:
+        import transformer_engine
+        import transformer_engine.pytorch as te
+        import transformer_engine_torch as tex
+        from transformer_engine.common import recipe
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        return Loaded(reason=f"{type(error).__name__}: {text}")
+    return Loaded(te, tex, recipe, version=str(getattr(transformer_engine, "__version__", "unknown")))
+
+
+def gate(card: RecipeCard) -> str | None:
+    """What TE itself says of a recipe: None if it is available, else TE's reason.
+
+    The gates are `te.is_*_available(return_reason=True)`; older versions have them on `FP8GlobalStateManager` only.
+    """
+    loaded = load()
+    if not loaded.ok:
+        return f"Transformer Engine cannot be imported: {loaded.reason}"
+    name = card.requires.te_gate
+    if name is None:
+        return None
+    try:
+        if hasattr(loaded.te, name):
+            available, reason = getattr(loaded.te, name)(return_reason=True)
+        else:
+            available, reason = getattr(_state_manager(loaded), name)()
+    except Exception as error:
+        return f"te.{name} raised {type(error).__name__}: {error}"
+    return None if available else f"{reason or 'no reason given'} (te.{name})"
+
+
+def _state_manager(loaded: Loaded) -> Any:
+    for home in ("quantization", "fp8"):
+        try:
+            module = __import__(f"transformer_engine.pytorch.{home}", fromlist=["FP8GlobalStateManager"])
+            return module.FP8GlobalStateManager
+        except (ImportError, AttributeError):
+            continue
+    raise RuntimeError(f"Transformer Engine {loaded.version} has no FP8GlobalStateManager where we know it")
+
+
+def build_recipe(card: RecipeCard) -> Any:
+    """TE's recipe object for a card. Texts for enum arguments (`fp8_format = "HYBRID"`) become TE's enum members.
+
+    Raises:
+        ValueError: this TE has no such class, or refuses an argument.
+    """
+    recipes = load().recipes
+    cls = getattr(recipes, card.te_class or "", None)
+    if cls is None:
+        raise ValueError(f"Transformer Engine {load().version} has no recipe class {card.te_class!r}")
+    arguments = dict(card.arguments)
+    for key in ("fp8_format", "fp4_format"):
+        if isinstance(arguments.get(key), str):
+            arguments[key] = getattr(recipes.Format, arguments[key])
+    try:
+        return cls(**arguments)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ValueError(f"{card.te_class}({arguments}): {error}") from error
+
+
+def is_te_module(module: nn.Module) -> bool:
+    """Whether a module's class (or a base of it) is defined in TE; needs no import."""
+    return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
+
+
+class TransformerEngineEngine(Engine):
+    """Runs a recipe by TE's autocast region around `training_step`, with TE's per-module state rebuilt at each switch."""
+
+    name: Literal["transformer_engine", "plain_torch"] = "transformer_engine"
+
+    def __init__(self, model: nn.Module, device: torch.device, why: str) -> None:
+        super().__init__(model, device, why)
+        self._loaded = load()
+        self._recipes: dict[str, Any] = {}
+        self._saved: _QuantizationState | None = None
+
+    @property
+    def default_baseline(self) -> str:
+        """BF16, through the same TE layers."""
+        return "bf16"
+
+    def refusal(self, card: RecipeCard) -> NotRun | None:
+        """TE's own gate first: its reason is the one that users will find in its documentation."""
+        reason = gate(card)
+        if reason is not None:
+            return NotRun(reason, "Transformer Engine's own check")
+        reason = static_refusal(
+            card,
+            engine=self.name,
+            device_type=self.device.type,
+            compute_capability=torch.cuda.get_device_capability(self.device),
+            cuda_version=torch.version.cuda,
+            te_version=self._loaded.version,
+        )
+        return NotRun(reason, "the recipe card's requirements") if reason else None
+
+    def probe(self, card: RecipeCard) -> NotRun | None:
+        """Run one layer of each of the model's feature sizes, forward and backward, inside the region."""
+        sizes = {
+            (weight.k, weight.n) for layer in self.linear_layers() if layer.quantizable for weight in layer.weights
+        }
+        with self._own_state():
+            for k, n in sorted(sizes):
+                try:
+                    reason = self._probe_one(card, k, n)
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                if reason:
+                    return NotRun(f"a tiny te.Linear({k}, {n}) failed: {reason}", "our probe")
+        return None
+
+    def _probe_one(self, card: RecipeCard, k: int, n: int) -> str | None:
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        layer = self.make_linear(k, n, bias=False)
+        x = torch.randn(PROBE_TOKENS, k, device=self.device, dtype=torch.bfloat16, generator=generator)
+        grad = torch.randn(PROBE_TOKENS, n, device=self.device, dtype=torch.bfloat16, generator=generator)
+        x.requires_grad_()
+        with self.region(card):
+            y = layer(x)
+        y.backward(grad.to(y.dtype))
+        weight = next(layer.parameters())
+        for what, value in (("output", y), ("input gradient", x.grad), ("weight gradient", weight.grad)):
+            if value is None:
+                return f"there is no {what}"
+            if not bool(torch.isfinite(value).all()):
+                return f"the {what} is not finite"
+            if not bool(value.any()):
+                return f"the {what} is zero everywhere"
+        return None
+
+    def region(self, card: RecipeCard) -> AbstractContextManager[Any]:
+        """TE's region for the card: switched off for a recipe that does not quantize."""
+        enabled = card.scaling != "none"
+        if enabled and card.name not in self._recipes:
+            self._recipes[card.name] = build_recipe(card)
+        recipe = self._recipes.get(card.name)
+        te = self._loaded.te
+        if hasattr(te, "autocast"):
+            return te.autocast(enabled=enabled, recipe=recipe)  # type: ignore[no-any-return]
+        return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)  # type: ignore[no-any-return]
+
+    def save(self) -> None:
+        """See `Engine.save`."""
+        self._saved = _QuantizationState.take(self.model, _state_manager(self._loaded))
+
+    def switch(self) -> None:
+        """See `Engine.switch` and the module's docstring."""
+        _QuantizationState.clear(self.model, _state_manager(self._loaded))
+
+    def restore(self) -> None:
+        """See `Engine.restore`."""
+        if self._saved is not None:
+            _QuantizationState.clear(self.model, _state_manager(self._loaded))
+            self._saved.put_back(_state_manager(self._loaded))
+            self._saved = None
+        self._recipes.clear()
+
+    @contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """A scratch quantization state of TE, for layers that are not the model's."""
+        manager = _state_manager(self._loaded)
+        globals_ = _take_globals(manager)
+        manager.reset()
+        try:
+            yield
+        finally:
+            _put_globals(manager, globals_)
+
+    def own_state(self) -> AbstractContextManager[None]:
+        """For the benchmark: what its layers register with TE is forgotten afterwards."""
+        return self._own_state()
+
+    def linear_layers(self) -> list[LinearLayer]:
+        """TE modules that own two-dimensional weights, and the `nn.Linear`s beside them, which no recipe reaches."""
+        layers = [
+            LinearLayer(path, type(module).__name__, weights, _has_bias(module), quantizable=True)
+            for path, module in self.model.named_modules()
+            if is_te_module(module) and (weights := _weights(module))
+        ]
+        return layers + plain_linears(self.model, quantizable=False)
+
+    @contextmanager
+    def watch(
+        self,
+        current: Current,
+        calls: Callable[[Call], None] | None = None,
+        products: Callable[[AtenProduct], None] | None = None,
+        around: Around | None = None,
+        replay: Replay | None = None,
+    ) -> Iterator[None]:
+        """See `Engine.watch`."""
+        with ExitStack() as stack:
+            stack.enter_context(watch_entries(self._loaded.tex, current, calls, around, replay))
+            if products is not None:
+                stack.enter_context(AtenWatcher(current, products))
+            yield
+
+    def in_region(self, path: str) -> bool | None:
+        """TE notes on each module whether its last forward was quantized."""
+        flag = getattr(self.model.get_submodule(path), "fp8", None)
+        return flag if isinstance(flag, bool) else None
+
+    def scales(self, card: RecipeCard, round_: int) -> list[Scales]:
+        """Scales and amax of the first and last module that has delayed-scaling state."""
+        if card.scaling != "tensor-delayed":
+            return []
+        having = [
+            (path, module)
+            for path, module in self.model.named_modules()
+            if hasattr(_state_of(module, "scaling_fwd"), "amax_history")
+        ]
+        chosen = having[:1] + having[1:][-(SCALED_MODULES - 1) :]
+        return [
+            fact
+            for path, module in chosen
+            for key, direction in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd"))
+            if (fact := _scales_fact(card.name, path, direction, _state_of(module, key))) is not None
+        ]
+
+    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
+        """A `te.Linear` in BF16, or in the model's type if that is narrower than FP32."""
+        dtype = self.dtype() if self.dtype() in (torch.bfloat16, torch.float16) else torch.bfloat16
+        return self._loaded.te.Linear(k, n, bias=bias, params_dtype=dtype, device=self.device)  # type: ignore[no-any-return]
+
+
+def _weights(module: nn.Module) -> tuple[Weight, ...]:
+    """The weights of one TE module, by its own feature counts where it has them (its parameters may be split)."""
+    own = [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2 and "weight" in name]
+    if not own:
+        return ()
+    if hasattr(module, "fc1_weight") and hasattr(module, "fc2_weight"):
+        return tuple(
+            Weight(f".{name}", getattr(module, f"{name}_weight").shape[1], getattr(module, f"{name}_weight").shape[0])
+            for name in ("fc1", "fc2")
+        )
+    k, n = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(k, int) and isinstance(n, int):
+        return (Weight("", k, n),)
+    return tuple(Weight("", p.shape[1], p.shape[0]) for _, p in own[:1])
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return any("bias" in name and p.numel() for name, p in module.named_parameters(recurse=False) if "norm" not in name)
+
+
+def _state_of(module: nn.Module, key: str) -> Any:
+    meta = getattr(module, "fp8_meta", None)
+    return meta.get(key) if isinstance(meta, dict) else None
+
+
+def _scales_fact(recipe: str, path: str, direction: Literal["fwd", "bwd"], state: Any) -> Scales | None:
+    """Read scale [T] and amax_history [L, T] of one module. Row 0 is the live slot, zeroed at each update; row -1 is newest."""
+    if state is None or not hasattr(state, "amax_history"):
+        return None
+    kinds = ("input", "weight", "output") if direction == "fwd" else ("grad_output", "grad_input")
+    history = state.amax_history.detach().float().cpu()
+    scale = state.scale.detach().float().cpu()
+    count = scale.numel()
+    return Scales(
+        recipe=recipe,
+        module=path,
+        direction=direction,
+        tensors=tuple(f"gemm{i // len(kinds)}.{kinds[i % len(kinds)]}" for i in range(count)),
+        scale=tuple(scale.tolist()),
+        amax=tuple(history[-1].tolist()),
+        amax_history_max=tuple(history.max(dim=0).values.tolist()),
+        history_length=history.shape[0],
+    )
+
+
+_MODULE_STATE = ("fp8_initialized", "fp8_meta_tensors_initialized", "fp8", "fp8_calibration", "fp8_parameters")
+"""Flags of TE's base module that say which state it has built."""
+
+
+@dataclass
+class _QuantizationState:
+    """All quantization state of a model's TE modules and of TE's global manager, by reference.
+
+    Nothing is copied: the sweep's recipes get new objects, and these are put back as they are.
+    """
+
+    modules: list[tuple[nn.Module, dict[str, Any]]]
+    globals_: dict[str, Any]
+
+    @staticmethod
+    def take(model: nn.Module, manager: Any) -> _QuantizationState:
+        """Remember the state of every TE module, and TE's global state."""
+        modules = [(module, _read_module(module)) for module in model.modules() if is_te_module(module)]
+        return _QuantizationState(modules, _take_globals(manager))
+
+    @staticmethod
+    def clear(model: nn.Module, manager: Any) -> None:
+        """Leave every TE module as it was before its first forward, and TE's global state empty."""
+        for module in model.modules():
+            if not is_te_module(module):
+                continue
+            attributes = module.__dict__
+            for flag in ("fp8_initialized", "fp8_meta_tensors_initialized"):
+                if flag in attributes:
+                    attributes[flag] = False
+            if isinstance(attributes.get("fp8_meta"), dict):
+                # "fp8_checkpoint", "fp8_group" and their like are the module's own and are set at each forward.
+                kept = {k: v for k, v in attributes["fp8_meta"].items() if k in ("fp8_checkpoint", "fp8_group")}
+                attributes["fp8_meta"] = kept
+            if isinstance(attributes.get("quantizers"), dict):
+                attributes["quantizers"] = {key: [] for key in attributes["quantizers"]}
+            if isinstance(attributes.get("_fp8_workspaces"), dict):
+                attributes["_fp8_workspaces"] = {}
+            if "_fp8_metas" in attributes:  # te.ops
+                attributes["_fp8_metas"] = None
+                attributes["_quantizers"] = None
+        manager.reset()
+
+    def put_back(self, manager: Any) -> None:
+        """Give every module and the manager what `take` remembered."""
+        for module, state in self.modules:
+            module.__dict__.update(state)
+        _put_globals(manager, self.globals_)
+
+
+def _read_module(module: nn.Module) -> dict[str, Any]:
+    names = (*_MODULE_STATE, "_fp8_metas", "_quantizers")
+    state = {name: module.__dict__[name] for name in names if name in module.__dict__}
+    for name in ("fp8_meta", "quantizers", "_fp8_workspaces"):
+        if isinstance(module.__dict__.get(name), dict):
+            state[name] = dict(module.__dict__[name])
+    return state
+
+
+def _take_globals(manager: Any) -> dict[str, Any]:
+    """TE's global state: one object since 2.16 or so, attributes of the class before."""
+    if hasattr(manager, "quantization_state"):
+        return {"quantization_state": manager.quantization_state}
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(manager).items()
+        if not name.startswith("__") and not callable(value) and not isinstance(value, classmethod | staticmethod)
+    }
+
+
+def _put_globals(manager: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(manager, name, value)

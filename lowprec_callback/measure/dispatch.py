@@ -1,0 +1,303 @@
+"""What reached the GEMM library: the witness "operands".
+
+Two watchers, both for untimed steps only:
+
+* `watch_entries` replaces Transformer Engine's GEMM entries (`transformer_engine_torch.generic_gemm` and
+  `te_general_grouped_gemm`). Every linear layer of TE goes through them by attribute, in forward and backward
+  (replacing `general_gemm` would miss the modules that imported it by name). TE itself is not imported here:
+  the module object comes from the engine, and operands are described by the names of their classes.
+* `AtenWatcher` sees the matrix products of PyTorch itself (`nn.Linear`, attention's batched products), through a
+  dispatch mode, which autograd carries over to its own threads.
+
+The layout tells the role. In TE's row-major reading A is the weight (N x K) and B the input (M x K):
+TN = fprop (Y = X W^T), NN = dgrad (dX = dY W), NT = wgrad (dW = dY^T X, A = X, B = dY).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowprec_callback.measure.scopes import Scope
+from lowprec_callback.recording import Operand, Role
+
+ENTRY = "generic_gemm"
+GROUPED_ENTRIES = (
+    "te_general_grouped_gemm",
+    "te_general_grouped_gemm_for_grouped_tensor",
+    "te_general_grouped_gemm_for_discrete_in",
+    "te_general_grouped_gemm_for_discrete_out",
+)
+
+ROLE_OF_LAYOUT: dict[str, Role] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+# TE's storage classes, by the start of their names: scaling, and the attribute that holds the element type.
+_STORAGES = (
+    ("Float8Blockwise", "block-128", "_fp8_dtype"),
+    ("Float8Tensor", "tensor", "_fp8_dtype"),
+    ("MXFP8", "mx-32", "_fp8_dtype"),
+    ("NVFP4", "nvfp4-16", "_fp4_dtype"),
+)
+
+_QUANTIZER_SCALING = {"Float8Quantizer": "tensor-delayed", "Float8CurrentScalingQuantizer": "tensor-current"}
+
+# Flags worth recording, where a quantizer has them.
+_FLAGS = (
+    "with_rht",
+    "stochastic_rounding",
+    "with_2d_quantization",
+    "block_scaling_dim",
+    "force_pow_2_scales",
+    "optimize_for_gemm",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One GEMM call as it was made. `m`, `k`, `n` are those of the layer's forward GEMM."""
+
+    scope: Scope | None
+    role: Role
+    m: int
+    k: int
+    n: int
+    layout: str
+    first: Operand
+    second: Operand
+    output: str
+    accumulate: bool
+    bias: bool
+    groups: int
+    entry: str
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """Short name of an element type: bf16, fp32, e4m3, ..."""
+    return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def describe(operand: Any) -> Operand:
+    """Describe a GEMM operand, whichever class it has, without importing TE and without touching its data."""
+    name = type(operand).__name__
+    for start, scaling, attribute in _STORAGES:
+        if name.startswith(start):
+            quantizer = getattr(operand, "_quantizer", None)
+            quantizer_name = type(quantizer).__name__ if quantizer is not None else None
+            element = str(getattr(operand, attribute, "")).upper()
+            element_format = next((f for f in ("e4m3", "e5m2", "e2m1") if f.upper() in element), "unknown")
+            if scaling == "nvfp4-16" and element_format == "unknown":
+                element_format = "e2m1"
+            return Operand(
+                storage=name,
+                format=element_format,
+                scaling=_QUANTIZER_SCALING.get(quantizer_name or "", scaling),
+                quantizer=quantizer_name,
+                flags=_flags(operand, quantizer),
+            )
+    if isinstance(operand, torch.Tensor):
+        return Operand(storage=name, format=format_of(operand.dtype), scaling="none")
+    return Operand(storage=name, format="unknown", scaling="unknown")
+
+
+def _flags(operand: Any, quantizer: Any) -> dict[str, Any]:
+    flags = {name: getattr(quantizer, name) for name in _FLAGS if hasattr(quantizer, name)}
+    if hasattr(operand, "_is_2D_scaled"):
+        flags["is_2d_scaled"] = operand._is_2D_scaled
+    return {name: value for name, value in flags.items() if isinstance(value, bool | int | str)}
+
+
+def shape_of(operand: Any) -> tuple[int, int]:
+    """(rows, columns) of an operand read as a matrix, leading dimensions folded into rows.
+
+    TE's storages may hold only one of two copies. `Float8*._transpose`, block scaling's and NVFP4's column-wise
+    data are stored transposed; NVFP4 packs two elements in a byte along the last dimension.
+
+    Raises:
+        ValueError: the storage holds no data that we know.
+    """
+    if isinstance(operand, torch.Tensor) and not hasattr(operand, "_quantizer"):
+        return prod(operand.shape[:-1]), operand.shape[-1]
+    name = type(operand).__name__
+    packed = 2 if name.startswith("NVFP4") else 1
+    for attribute in ("_data", "_rowwise_data"):
+        data = getattr(operand, attribute, None)
+        if data is not None:
+            return prod(data.shape[:-1]), data.shape[-1] * packed
+    for attribute in ("_transpose", "_columnwise_data"):
+        data = getattr(operand, attribute, None)
+        if data is None:
+            continue
+        if name.startswith("MXFP8"):
+            return prod(data.shape[:-1]), data.shape[-1]
+        return prod(data.shape[1:]) * packed, data.shape[0]
+    raise ValueError(f"{name} holds no data that this version knows")
+
+
+@contextmanager
+def watch_entries(
+    tex: Any,
+    current: Callable[[], Scope | None],
+    sink: Callable[[Call], None] | None = None,
+    around: Callable[[Scope | None, Role], Any] | None = None,
+    replay: Callable[[Role, Callable[[], Any]], None] | None = None,
+) -> Iterator[None]:
+    """Replace TE's GEMM entries while the context lasts.
+
+    Args:
+        tex: the module `transformer_engine_torch`.
+        current: gives the module that runs on the calling thread.
+        sink: gets each call. Its exceptions would reach the user's training step, so it must not raise.
+        around: gives a context manager to enter around the call (a profiler range).
+        replay: gets the role and a function that makes the very same call again, before it is made for real: the
+            benchmark times the GEMM alone that way, with the operands that training gave it.
+    """
+    originals = {name: getattr(tex, name) for name in (ENTRY, *GROUPED_ENTRIES) if hasattr(tex, name)}
+
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            scope = current()
+            layout = _layout(args)
+            role = ROLE_OF_LAYOUT.get(layout)
+            if role is not None and sink is not None:
+                call = _read_call(name, args, kwargs, scope, role, layout)
+                if call is not None:
+                    sink(call)
+            if role is not None and replay is not None:
+                replay(role, lambda: original(*args, **kwargs))
+            if around is None or role is None:
+                return original(*args, **kwargs)
+            with around(scope, role):
+                return original(*args, **kwargs)
+
+        return entry
+
+    for name, original in originals.items():
+        setattr(tex, name, wrap(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(tex, name, original)
+
+
+def _layout(args: tuple[Any, ...]) -> str:
+    """"TN" and the like from the two transpose flags, which are the second and fourth argument of every entry."""
+    if len(args) < 4 or not isinstance(args[1], bool) or not isinstance(args[3], bool):
+        return ""
+    return f"{'T' if args[1] else 'N'}{'T' if args[3] else 'N'}"
+
+
+def _read_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope | None, role: Role, layout: str
+) -> Call | None:
+    """Read one call's operands; None if this version of TE passes them in a way that we do not know."""
+    try:
+        grouped = name != ENTRY
+        first_all = list(args[0]) if grouped else [args[0]]
+        second_all = list(args[2]) if grouped else [args[2]]
+        sizes = [sizes_of(role, a, b) for a, b in zip(first_all, second_all, strict=True)]
+        out_dtype = args[6] if len(args) > 6 else kwargs.get("output_dtype")
+        output = args[4] if len(args) > 4 else None
+        return Call(
+            scope=scope,
+            role=role,
+            m=sum(size[0] for size in sizes),
+            k=sizes[0][1],
+            n=sizes[0][2],
+            layout=layout,
+            first=describe(first_all[0]),
+            second=describe(second_all[0]),
+            output=format_of(output.dtype) if isinstance(output, torch.Tensor) else _te_dtype(out_dtype),
+            accumulate=bool(args[14]) if not grouped and len(args) > 14 else False,
+            bias=not grouped and len(args) > 7 and args[7] is not None,
+            groups=len(sizes),
+            entry=name,
+        )
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def sizes_of(role: Role, first: Any, second: Any) -> tuple[int, int, int]:
+    """(M, K, N) of the layer's forward GEMM from the operands of one of its three GEMMs."""
+    a, b = shape_of(first), shape_of(second)
+    if role == "fprop":  # A = W (N x K), B = X (M x K)
+        return b[0], a[1], a[0]
+    if role == "dgrad":  # A = W (N x K), B = dY (M x N)
+        return b[0], a[1], a[0]
+    return a[0], a[1], b[1]  # A = X (M x K), B = dY (M x N)
+
+
+def _te_dtype(value: Any) -> str:
+    text = str(value).upper()
+    for mark, short in (("BFLOAT16", "bf16"), ("FLOAT16", "fp16"), ("FLOAT32", "fp32"), ("E4M3", "e4m3"), ("E5M2", "e5m2")):
+        if mark in text:
+            return short
+    return "unknown"
+
+
+@dataclass(frozen=True)
+class AtenProduct:
+    """One matrix product of PyTorch: (rows x inner) times (inner x columns), `batch` of them."""
+
+    scope: Scope | None
+    op: str
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    first: torch.dtype
+    second: torch.dtype
+    output: torch.dtype
+
+
+class AtenWatcher(TorchDispatchMode):
+    """Sees `aten::mm`, `addmm`, `bmm`, `baddbmm` and their CPU-fused relatives, in forward and backward."""
+
+    _FIRST = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+
+    def __init__(self, current: Callable[[], Scope | None], sink: Callable[[AtenProduct], None]) -> None:
+        super().__init__()
+        self._current = current
+        self._sink = sink
+        self._lock = threading.Lock()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; note it if it is a matrix product."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        position = self._FIRST.get(name)
+        if position is not None and isinstance(result, torch.Tensor):
+            a, b = args[position], args[position + 1]
+            product = AtenProduct(
+                scope=self._current(),
+                op=f"aten::{name}",
+                batch=a.shape[0] if a.dim() == 3 else 1,
+                rows=a.shape[-2],
+                inner=a.shape[-1],
+                columns=b.shape[-1],
+                first=a.dtype,
+                second=b.dtype,
+                output=result.dtype,
+            )
+            with self._lock:
+                self._sink(product)
+        return result

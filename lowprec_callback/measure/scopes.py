@@ -1,0 +1,158 @@
+"""Which module is running, in forward and in backward, on whatever thread autograd runs it.
+
+A range pushed around a module's forward call says nothing about its backward: autograd runs that later, on a
+thread of its own. But the forward call shows us its piece of the autograd graph: the nodes between its output
+and its inputs. A pair of hooks on each of these nodes marks the module's backward wherever it runs, also under
+activation checkpointing, where the piece that counts is the recomputed one.
+
+Everything here costs host time. It is attached for captured and traced steps only, never for timed ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+Direction = Literal["forward", "backward"]
+
+MAX_NODES = 256
+"""Nodes of one module's piece of the graph that get hooks; attention without fused kernels has about 20."""
+
+
+class Scope(NamedTuple):
+    """A module that is running now."""
+
+    module: str
+    direction: Direction
+
+
+class ModuleScopes:
+    """Keeps a stack of running modules for each thread, and tells listeners who enters and leaves.
+
+    Args:
+        modules: path to module, for the modules to watch.
+        on_enter: called with (scope) on the thread that runs it.
+        on_exit: likewise, in reverse order.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        on_enter: Callable[[Scope], None] | None = None,
+        on_exit: Callable[[Scope], None] | None = None,
+    ) -> None:
+        self._modules = dict(modules)
+        self._on_enter = on_enter
+        self._on_exit = on_exit
+        self._stacks: dict[int, list[Scope]] = {}
+        self._handles: list[Any] = []
+        self.active = False
+
+    def current(self) -> Scope | None:
+        """The innermost running module on this thread."""
+        stack = self._stacks.get(threading.get_ident())
+        return stack[-1] if stack else None
+
+    def clear(self) -> None:
+        """Forget who runs: an exception in a backward leaves its module on the stack."""
+        self._stacks.clear()
+
+    def install(self) -> None:
+        """Attach the forward hooks."""
+        self.active = True
+        for path, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._before_forward(path)))
+            # always_call: an exception inside the module must not leave it on the stack.
+            self._handles.append(
+                module.register_forward_hook(self._after_forward(path), always_call=True, with_kwargs=True)
+            )
+
+    def remove(self) -> None:
+        """Take every hook away. Hooks on graph nodes die with their graph, and do nothing once this ran."""
+        self.active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+    @contextmanager
+    def installed(self) -> Iterator[ModuleScopes]:
+        """`install` on entry, `remove` on exit."""
+        self.install()
+        try:
+            yield self
+        finally:
+            self.remove()
+
+    def _enter(self, scope: Scope) -> None:
+        self._stacks.setdefault(threading.get_ident(), []).append(scope)
+        if self._on_enter:
+            self._on_enter(scope)
+
+    def _exit(self, scope: Scope) -> None:
+        stack = self._stacks.get(threading.get_ident(), [])
+        if stack and stack[-1] == scope:
+            stack.pop()
+            if self._on_exit:
+                self._on_exit(scope)
+
+    def _before_forward(self, path: str) -> Callable[..., None]:
+        scope = Scope(path, "forward")
+
+        def hook(_module: nn.Module, _args: Any) -> None:
+            self._enter(scope)
+
+        return hook
+
+    def _after_forward(self, path: str) -> Callable[..., None]:
+        forward, backward = Scope(path, "forward"), Scope(path, "backward")
+
+        def enter(_grads: Any) -> None:
+            if self.active:
+                self._enter(backward)
+
+        def leave(_grads: Any, _outputs: Any) -> None:
+            if self.active:
+                self._exit(backward)
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            for node in own_nodes(output, (args, kwargs)):
+                node.register_prehook(enter)
+                node.register_hook(leave)
+            self._exit(forward)
+
+        return hook
+
+
+def own_nodes(outputs: Any, inputs: Any) -> list[Any]:
+    """The autograd nodes that a module's forward call added: those behind its outputs, not behind its inputs.
+
+    Leaves' gradient accumulators are left out: they are shared by every use of a parameter.
+    """
+    stop = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    found: dict[Any, None] = {}
+    while waiting and len(found) < MAX_NODES:
+        node = waiting.pop(0)
+        if node is None or node in found or node in stop or node.name().endswith("AccumulateGrad"):
+            continue
+        found[node] = None
+        waiting.extend(following for following, _ in node.next_functions)
+    return list(found)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

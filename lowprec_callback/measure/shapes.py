@@ -1,0 +1,204 @@
+"""The GEMMs that the live model really runs, from the calls that were seen in one step.
+
+`GemmLog` collects calls into Transformer Engine's entries and PyTorch's own matrix products, finds the linear layer
+that each belongs to, and turns them into `Gemm` facts (the shapes) and `Dispatch` facts (what reached the library).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowprec_callback.engines.base import LinearLayer, Weight
+from lowprec_callback.measure.dispatch import AtenProduct, Call, format_of
+from lowprec_callback.recording import ROLES, Dispatch, Gemm, Operand, Role
+
+_ROLE_ORDER = {role: index for index, role in enumerate(ROLES)}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One GEMM of one linear layer, with everything that tells two such calls apart."""
+
+    module: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    family: str
+    quantizable: bool
+    layout: str
+    first: Operand
+    second: Operand
+    output: str
+    accumulate: bool
+    bias: bool
+    groups: int
+    entry: str
+
+    def shape_key(self) -> tuple[str, int, int, int, int]:
+        """What a `Gemm` fact is counted by."""
+        return (self.module, _ROLE_ORDER[self.role], self.m, self.k, self.n)
+
+
+class GemmLog:
+    """Collects calls from any thread; read it when the step is over."""
+
+    def __init__(self, layers: list[LinearLayer]) -> None:
+        self._layers = {layer.path: layer for layer in layers}
+        self._lock = threading.Lock()
+        self._seen: list[_Seen] = []
+        self.strays: Counter[str] = Counter()
+        """Matrix products that belong to no linear layer, by module path and operator (attention's, mostly)."""
+
+    def add_call(self, call: Call) -> None:
+        """A call into Transformer Engine."""
+        path = call.scope.module if call.scope else ""
+        found = self._find(path, call.k, call.n)
+        layer, weight = found if found else (None, None)
+        with self._lock:
+            self._seen.append(
+                _Seen(
+                    module=(layer.path + weight.suffix) if layer and weight else (path or "(unknown module)"),
+                    role=call.role,
+                    m=call.m,
+                    k=call.k,
+                    n=call.n,
+                    family=layer.family if layer else "unknown",
+                    quantizable=True,
+                    layout=call.layout,
+                    first=call.first,
+                    second=call.second,
+                    output=call.output,
+                    accumulate=call.accumulate,
+                    bias=call.bias or bool(layer and layer.bias),
+                    groups=call.groups,
+                    entry=call.entry,
+                )
+            )
+
+    def add_product(self, product: AtenProduct) -> None:
+        """A matrix product of PyTorch's own."""
+        layer = self._layers.get(product.scope.module) if product.scope else None
+        role = role_of(product, layer.weights[0]) if layer and product.scope else None
+        if layer is None or role is None:
+            where = product.scope.module if product.scope else ""
+            with self._lock:
+                self.strays[f"{where} {product.op}".strip()] += 1
+            return
+        k, n = layer.weights[0].k, layer.weights[0].n
+        operands = [Operand("Tensor", format_of(dtype), "none") for dtype in (product.first, product.second)]
+        with self._lock:
+            self._seen.append(
+                _Seen(
+                    module=layer.path,
+                    role=role,
+                    m=product.inner if role == "wgrad" else product.rows,
+                    k=k,
+                    n=n,
+                    family=layer.family,
+                    quantizable=layer.quantizable,
+                    layout="",
+                    first=operands[1] if role == "dgrad" else operands[0],
+                    second=operands[0] if role == "dgrad" else operands[1],
+                    output=format_of(product.output),
+                    accumulate=False,
+                    bias=layer.bias,
+                    groups=1,
+                    entry=product.op,
+                )
+            )
+
+    def _find(self, path: str, k: int, n: int) -> tuple[LinearLayer, Weight] | None:
+        """The layer at `path`, or below it (operators fused by te.ops), that owns a weight of K x N."""
+        exact = self._layers.get(path)
+        candidates = [exact] if exact else [v for p, v in self._layers.items() if p.startswith(f"{path}.")]
+        for layer in candidates:
+            for weight in layer.weights:
+                if (weight.k, weight.n) == (k, n):
+                    return layer, weight
+        # A sharded or concatenated weight: the module is right even if its feature counts are not these.
+        return (exact, exact.weights[0]) if exact and len(exact.weights) == 1 else None
+
+    @property
+    def library_calls(self) -> int:
+        """GEMM calls of Transformer Engine so far: what the trace must show again."""
+        return sum(1 for seen in self._seen if not seen.entry.startswith("aten::"))
+
+    def gemms(self) -> list[Gemm]:
+        """The shapes of one step, with their number of calls, in the order of first appearance of their module."""
+        counts = Counter(seen.shape_key() for seen in self._seen)
+        first = {seen.shape_key(): seen for seen in reversed(self._seen)}
+        order = {module: i for i, module in enumerate(dict.fromkeys(seen.module for seen in self._seen))}
+        return [
+            Gemm(
+                module=seen.module,
+                role=seen.role,
+                m=seen.m,
+                k=seen.k,
+                n=seen.n,
+                calls=counts[key],
+                family=seen.family,
+                quantizable=seen.quantizable,
+                bias=seen.bias,
+                groups=seen.groups,
+            )
+            for key, seen in sorted(first.items(), key=lambda item: (order[item[1].module], item[0][1:]))
+        ]
+
+    def dispatches(self, recipe: str, in_region: Callable[[str], bool | None]) -> list[Dispatch]:
+        """What reached the library, equal calls counted together."""
+        counts: dict[str, tuple[_Seen, int]] = {}
+        for seen in self._seen:
+            key = repr(seen)
+            counts[key] = (seen, counts.get(key, (seen, 0))[1] + 1)
+        return [
+            Dispatch(
+                recipe=recipe,
+                module=seen.module,
+                role=seen.role,
+                m=seen.m,
+                k=seen.k,
+                n=seen.n,
+                calls=calls,
+                layout=seen.layout,
+                weight_or_input=seen.first,
+                other=seen.second,
+                output=seen.output,
+                accumulate=seen.accumulate,
+                entry=seen.entry,
+                family=seen.family,
+                in_region=in_region(self._owner(seen.module)),
+            )
+            for seen, calls in counts.values()
+        ]
+
+    def _owner(self, module: str) -> str:
+        """The module's path without the suffix of one of its weights."""
+        if module in self._layers:
+            return module
+        return module.rpartition(".")[0]
+
+
+def role_of(product: AtenProduct, weight: Weight) -> Role | None:
+    """Which of a linear layer's three GEMMs a product is, by its sizes; None if it is none of them.
+
+    In forward, (M x K)(K x N). In backward, dgrad is (M x N)(N x K), and wgrad is (N x M)(M x K) or its transpose.
+    If M happens to equal N the two look alike in part; then the one whose result has the weight's shape is wgrad
+    only if the inner size is not N. Autograd computes dgrad first, but nothing relies on that here.
+    """
+    if product.scope is None or product.batch != 1:
+        return None
+    k, n = weight.k, weight.n
+    if product.scope.direction == "forward":
+        return "fprop" if (product.inner, product.columns) == (k, n) else None
+    if product.inner == n and product.columns == k and product.rows != n:
+        return "dgrad"
+    if {product.rows, product.columns} == {k, n} and product.inner != n:
+        return "wgrad"
+    if product.inner == n and product.columns == k:
+        # M == N: (N x N)(N x K) either way. Neither size nor type can tell; say what autograd does first.
+        return "dgrad"
+    return None

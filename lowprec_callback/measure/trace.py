@@ -1,0 +1,269 @@
+"""The GPU kernels of a few steps, by torch.profiler, each with the module, role, phase and operator that launched it.
+
+While a recipe is traced we annotate the host's timeline with ranges of our own. A kernel is joined to them through
+its launch: kernel --correlation--> launch call (thread, time) --> the innermost of our ranges, and the innermost
+operator, open on that thread at that time. This holds for backward kernels too, which the autograd threads launch.
+
+The profiler's Chrome trace is the interface: a documented, stable format, and the one in which users send traces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lowprec_callback.measure.scopes import Scope
+from lowprec_callback.recording import Role, Trace
+
+PREFIX = "lowprec|"
+"""Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|PATH`, `lowprec|gemm|ROLE|PATH`."""
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+HOST_CATEGORIES = ("cpu_op", "user_annotation")
+
+
+def step_range(index: int) -> AbstractContextManager[Any]:
+    """The range of one step, boundary to boundary."""
+    return record_function(f"{PREFIX}step|{index}")
+
+
+def phase_range(name: str) -> AbstractContextManager[Any]:
+    """data, forward, backward or optimizer, on the main thread."""
+    return record_function(f"{PREFIX}phase|{name}")
+
+
+def module_range(path: str) -> AbstractContextManager[Any]:
+    """A module's forward or backward, on whatever thread runs it."""
+    return record_function(f"{PREFIX}module|{path}")
+
+
+def gemm_range(scope: Scope | None, role: Role) -> AbstractContextManager[Any]:
+    """One GEMM call of the library."""
+    return record_function(f"{PREFIX}gemm|{role}|{scope.module if scope else ''}")
+
+
+class Tracer:
+    """One torch.profiler session. `start`, run steps under `step_range`, `stop`, then `traces`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile: Any = profile(activities=activities, acc_events=True)
+
+    def start(self) -> None:
+        """Begin. The first step under a new session can lose kernels: do not count it."""
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._profile.stop()
+
+    def traces(self, recipe: str, expected_gemms: int | None) -> list[Trace]:
+        """One `Trace` for each step range of the session."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return read_events(events, recipe, on_gpu=self._device.type == "cuda", expected_gemms=expected_gemms)
+
+
+def read_events(
+    events: Iterable[dict[str, Any]], recipe: str, *, on_gpu: bool, expected_gemms: int | None = None
+) -> list[Trace]:
+    """Turn a Chrome trace's events into one `Trace` per `lowprec|step|N` range (times there are microseconds)."""
+    by_category: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X":
+            by_category[event.get("cat", "")].append(event)
+    host = [event for category in HOST_CATEGORIES for event in by_category[category]]
+    launches = {
+        event["args"]["correlation"]: event
+        for category in LAUNCH_CATEGORIES
+        for event in by_category[category]
+        if "correlation" in event.get("args", {})
+    }
+    steps = sorted(
+        (int(event["name"].rsplit("|", 1)[1]), event["ts"], event["ts"] + event["dur"])
+        for event in by_category["user_annotation"]
+        if event["name"].startswith(f"{PREFIX}step|")
+    )
+    places = _Places(host)
+    if on_gpu:
+        work = [_gpu_work(event, launches, places) for category in GPU_CATEGORIES for event in by_category[category]]
+    else:
+        work = list(places.own_times())
+    work.sort(key=lambda item: item.start)
+    return [_trace(recipe, index, begin, end, work, expected_gemms) for index, begin, end in steps]
+
+
+class _Work:
+    """One kernel, or on a CPU one stretch of an operator's own time."""
+
+    __slots__ = ("duration", "launch", "module", "name", "op", "phase", "role", "start", "stream")
+
+    def __init__(self, name: str, start: float, duration: float, stream: int, launch: float, place: _Place) -> None:
+        self.name, self.start, self.duration, self.stream, self.launch = name, start, duration, stream, launch
+        self.module, self.role, self.op, self.phase = place.module, place.role, place.op, place.phase
+
+
+class _Place:
+    """What was going on where the host launched something."""
+
+    __slots__ = ("module", "op", "phase", "role")
+
+    def __init__(self, module: str = "", role: str = "", op: str = "", phase: str = "") -> None:
+        self.module, self.role, self.op, self.phase = module, role, op, phase
+
+
+class _Places:
+    """Finds the innermost ranges and operators around an instant on a thread.
+
+    Host events nest on each thread. One pass over them in order of time keeps the stack of open ones and cuts the
+    thread's time into segments in which the stack does not change; an instant is then found by bisection.
+    """
+
+    def __init__(self, host: list[dict[str, Any]]) -> None:
+        self._segments: dict[Any, tuple[list[float], list[tuple[dict[str, Any], ...]]]] = {}
+        by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+        phases: list[tuple[float, float, str]] = []
+        for event in host:
+            if event["name"].startswith(f"{PREFIX}phase|"):
+                phases.append((event["ts"], event["ts"] + event["dur"], event["name"].split("|", 2)[2]))
+            by_thread[event["tid"]].append(event)
+        self._phases = sorted(phases)
+        for thread, events in by_thread.items():
+            self._segments[thread] = _segments(events)
+
+    def at(self, thread: Any, instant: float) -> _Place:
+        """The place at an instant (microseconds) on a thread."""
+        stack: tuple[dict[str, Any], ...] = ()
+        if thread in self._segments:
+            starts, stacks = self._segments[thread]
+            position = _last_at_or_before(starts, instant)
+            if position >= 0:
+                stack = stacks[position]
+        return self._place(stack, instant)
+
+    def _place(self, stack: tuple[dict[str, Any], ...], instant: float) -> _Place:
+        place = _Place(phase=self._phase(instant))
+        for event in reversed(stack):
+            name = event["name"]
+            if name.startswith(f"{PREFIX}gemm|"):
+                _, _, role, module = name.split("|", 3)
+                place.role = place.role or role
+                place.module = place.module or module
+            elif name.startswith(f"{PREFIX}module|"):
+                place.module = place.module or name.split("|", 2)[2]
+            elif not name.startswith(PREFIX) and not place.op:
+                place.op = name
+        return place
+
+    def _phase(self, instant: float) -> str:
+        position = _last_at_or_before(self._phases, (instant, math.inf, ""))
+        if position >= 0 and instant <= self._phases[position][1]:
+            return self._phases[position][2]
+        return ""
+
+    def own_times(self) -> Iterable[_Work]:
+        """Each operator's own time (without the operators inside it), for machines where the host does the work."""
+        for thread, (starts, stacks) in self._segments.items():
+            for begin, end, stack in zip(starts, starts[1:], stacks, strict=False):
+                innermost = next((event for event in reversed(stack) if not event["name"].startswith(PREFIX)), None)
+                if innermost is not None and end > begin:
+                    place = self._place(stack, begin)
+                    yield _Work(innermost["name"], begin, end - begin, _thread_number(thread), begin, place)
+
+
+def _thread_number(thread: Any) -> int:
+    return thread if isinstance(thread, int) else 0
+
+
+def _segments(events: list[dict[str, Any]]) -> tuple[list[float], list[tuple[dict[str, Any], ...]]]:
+    """Cut a thread's timeline where its stack of open events changes."""
+    # At equal times the longer event is the outer one.
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+    starts: list[float] = []
+    stacks: list[tuple[dict[str, Any], ...]] = []
+    open_events: list[dict[str, Any]] = []
+
+    def cut(instant: float) -> None:
+        starts.append(instant)
+        stacks.append(tuple(open_events))
+
+    for event in events:
+        while open_events and _end(open_events[-1]) <= event["ts"]:
+            closed = open_events.pop()
+            cut(_end(closed))
+        open_events.append(event)
+        cut(event["ts"])
+    while open_events:
+        closed = open_events.pop()
+        cut(_end(closed))
+    return starts, stacks
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(event["ts"]) + float(event["dur"])
+
+
+def _last_at_or_before(values: list[Any], instant: Any) -> int:
+    from bisect import bisect_right
+
+    return bisect_right(values, instant) - 1
+
+
+def _gpu_work(event: dict[str, Any], launches: dict[int, dict[str, Any]], places: _Places) -> _Work:
+    args = event.get("args", {})
+    launch = launches.get(args.get("correlation"))
+    place = places.at(launch["tid"], launch["ts"]) if launch else _Place()
+    return _Work(
+        event["name"],
+        event["ts"],
+        event["dur"],
+        int(args.get("stream", 0) or 0),
+        launch["ts"] if launch else math.nan,
+        place,
+    )
+
+
+def _trace(
+    recipe: str, index: int, begin: float, end: float, work: list[_Work], expected_gemms: int | None
+) -> Trace:
+    inside = [item for item in work if begin <= item.start < end]
+    names: dict[str, int] = {}
+    labels: dict[str, int] = {"": 0}
+
+    def number(table: dict[str, int], text: str) -> int:
+        return table.setdefault(text, len(table))
+
+    name = tuple(number(names, item.name) for item in inside)
+    columns = {
+        field: tuple(number(labels, getattr(item, field)) for item in inside)
+        for field in ("module", "role", "op", "phase")
+    }
+    return Trace(
+        recipe=recipe,
+        step=index,
+        wall_ms=(end - begin) / 1e3,
+        names=tuple(names),
+        labels=tuple(labels),
+        name=name,
+        start_us=tuple(round(item.start - begin, 3) for item in inside),
+        duration_us=tuple(round(item.duration, 3) for item in inside),
+        stream=tuple(item.stream for item in inside),
+        launch_us=tuple(round(item.launch - begin, 3) for item in inside),
+        expected_gemms=expected_gemms,
+        **columns,
+    )

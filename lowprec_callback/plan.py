@@ -1,0 +1,124 @@
+"""How many steps of which kind, and what gives way when the fit is too short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+LEAD_STEPS = 2
+"""One step to warm up (compilation, allocator), one to capture the shapes."""
+
+WITNESS_STEPS = 1
+"""Before the traced steps of a recipe: the step in which operands and memory are watched. The profiler already
+runs, because a new session can lose kernels at its start; this step's kernels do not count."""
+
+PROBE_NEEDS = 3
+"""Settle steps from which one can be spared to measure the host's launch time: rebuild, probe, fill the queue again."""
+
+
+class PlanError(ValueError):
+    """Settings that make no plan, or a fit that no plan fits into."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sweep's sizes, in optimizer steps."""
+
+    rounds: int = 3
+    """Blocks for each recipe."""
+    settle_steps: int = 3
+    """Steps at the start of a block that are not timed."""
+    timed_steps: int = 8
+    """Timed steps in a block."""
+    traced_steps: int = 2
+    """Traced steps for each recipe, apart from the timed ones; 0 for none."""
+    seed: int = 0
+    """Seed of the order of recipes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("settle_steps", 1), ("timed_steps", 2), ("traced_steps", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+    def steps(self, recipes: int) -> int:
+        """Optimizer steps that the plan takes for so many recipes."""
+        traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
+        return LEAD_STEPS + recipes * (self.rounds * (self.settle_steps + self.timed_steps) + traced)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Settings that fit, and what was cut to make them."""
+
+    settings: Settings
+    shrunk: str | None
+
+
+def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
+    """Shrink the plan until it fits into the steps that there are.
+
+    What goes first costs least: rounds down to 2 (fewer looks at clock drift), timed steps down to 4 (a wider
+    interval), the settle steps down to 2, the last rounds, then the shortest block that still gives an interval;
+    tracing goes last, because without it there is no ledger and no verdict.
+
+    Args:
+        asked: the settings that were asked for.
+        recipes: how many recipes will run.
+        available: optimizer steps that are left in the fit; None if there is no end to them.
+
+    Raises:
+        PlanError: not even the smallest plan fits.
+    """
+    if available is None or asked.steps(recipes) <= available:
+        return Fitted(asked, None)
+    if available <= 0:
+        raise PlanError("the fit has no training steps, so there is nothing to profile")
+    floors = (
+        ("rounds", 2),
+        ("timed_steps", 4),
+        ("traced_steps", 1),
+        ("settle_steps", 2),
+        ("rounds", 1),
+        ("timed_steps", 2),
+        ("settle_steps", 1),
+        ("traced_steps", 0),
+    )
+    settings = asked
+    for name, floor in floors:
+        while getattr(settings, name) > floor and settings.steps(recipes) > available:
+            settings = replace(settings, **{name: getattr(settings, name) - 1})
+    if settings.steps(recipes) > available:
+        raise PlanError(
+            f"the fit has {available} training steps left; the smallest plan for {recipes} recipes takes "
+            f"{settings.steps(recipes)}: train longer, or name fewer recipes"
+        )
+    return Fitted(settings, _explain(asked, settings, recipes, available))
+
+
+def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> str:
+    names = ("rounds", "settle_steps", "timed_steps", "traced_steps")
+    cuts = [f"{n} {getattr(asked, n)} -> {getattr(got, n)}" for n in names if getattr(asked, n) != getattr(got, n)]
+    before, after = asked.rounds * asked.timed_steps, got.rounds * got.timed_steps
+    costs = []
+    if after < before:
+        # Standard errors go with one over the square root of the number of samples.
+        costs.append(
+            f"{after} instead of {before} timed steps a recipe: intervals about {(before / after) ** 0.5:.1f} times as wide"
+        )
+    if got.rounds == 1 < asked.rounds:
+        costs.append("one round only: drift of the clock cannot be told from a difference between recipes")
+    if got.settle_steps < PROBE_NEEDS <= asked.settle_steps:
+        costs.append("the host's launch time is not measured")
+    if got.traced_steps == 0 < asked.traced_steps:
+        costs.append("no traced steps: no ledger, no gap and no verdict")
+    return (
+        f"the fit has {available} training steps and the full plan takes {asked.steps(recipes)}, so it was cut "
+        f"({', '.join(cuts)}). What this costs: {'; '.join(costs) or 'nothing that shows'}"
+    )
+
+
+def order_of_rounds(recipes: list[str], rounds: int, seed: int) -> list[list[str]]:
+    """Each round's order of recipes: a shuffle by the seed, a new one each round."""
+    generator = random.Random(seed)
+    return [generator.sample(recipes, len(recipes)) for _ in range(rounds)]

@@ -1,0 +1,287 @@
+"""One profiling session: from a live model to a finished Report, with no Trainer in sight.
+
+`Session.open` decides what can run and writes down why the rest cannot; the `Sweep` runs; `close` restores,
+analyses and shows. The Lightning callback is a thin layer over this, and so could be any other training loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import lowprec_callback
+from lowprec_callback import plan, recording
+from lowprec_callback.engines.base import Engine, NotRun
+from lowprec_callback.engines.choose import choose_engine
+from lowprec_callback.engines.transformer_engine import load
+from lowprec_callback.measure.device import ClockReader, environment
+from lowprec_callback.measure.nvtx import Ranges, under_nsys
+from lowprec_callback.plan import PlanError, Settings
+from lowprec_callback.progress import make_progress
+from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
+from lowprec_callback.recording import Model, Plan, Problem, Recorder, Refusal
+from lowprec_callback.report import Report
+from lowprec_callback.state import Snapshot
+from lowprec_callback.sweep import Sweep
+
+Status = Literal["finished", "shortened", "interrupted", "failed"]
+
+
+class ProfilerError(ValueError):
+    """A request that cannot be met here, found before anything was touched."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for (see `LowPrecisionProfiler` for each)."""
+
+    recipes: Sequence[str] | str | None = None
+    baseline: str | None = None
+    settings: Settings = field(default_factory=Settings)
+    gemm_benchmark: bool = True
+    restore: bool = True
+    output_dir: str = "runs"
+    nvtx: bool | None = None
+    progress: bool = True
+    recipe_arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the session needs to know of the run that it is a guest in."""
+
+    model: nn.Module
+    device: torch.device
+    name: str
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any] = ()
+    scaler: Any = None
+    steps_left: int | None = None
+    """Optimizer steps left in the fit; None if there is no end."""
+    micro_batches: int = 1
+    other_progress_bar: bool = False
+    """Whether another live display owns the terminal."""
+    speaks: bool = True
+    """Whether this process prints and writes (rank zero does)."""
+    world_size: int = 1
+
+
+@dataclass
+class Session:
+    """A session that is open: its sweep is ready to start."""
+
+    sweep: Sweep
+    engine: Engine
+    recorder: Recorder
+    folder: Path
+    cards: dict[str, RecipeCard]
+    say: Callable[[str], None]
+    speaks: bool
+    report: Report | None = None
+
+    @staticmethod
+    def open(options: Options, training: Training) -> Session:
+        """Choose the engine, sort out recipes, fit the plan, and set the user's state aside.
+
+        Raises:
+            ProfilerError: no plan fits, a recipe is unknown, or none of the recipes that were named can run.
+        """
+        say = _printer() if training.speaks else _silent
+        engine = choose_engine(training.model, training.device)
+        folder, folder_problem = _run_folder(options.output_dir, training.name, training.speaks)
+        try:
+            baseline, asked = _cards(options, engine)
+            able, refused = _sort_out(engine, baseline, asked)
+            if options.recipes is not None and len(able) == 1 and len(asked) > 1:
+                reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
+                raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
+            fitted = plan.fit(options.settings, len(able), training.steps_left)
+        except (PlanError, RecipeError) as error:
+            raise ProfilerError(str(error)) from error
+
+        recorder = Recorder(
+            folder / recording.FILE_NAME, lowprec_callback.__version__, datetime.now().astimezone().isoformat("T", "seconds")
+        )
+        device_type: Literal["cuda", "cpu"] = "cuda" if training.device.type == "cuda" else "cpu"
+        recorder.add(environment(device_type, load().version))
+        recorder.add(_model_fact(training, engine))
+        recorder.add(*(card.to_fact(card is able[0]) for card in [*able, *(card for card, _ in refused)]))
+        recorder.add(*(Refusal(card.name, reason.reason, reason.source) for card, reason in refused))
+        sweep = Sweep(
+            engine=engine,
+            cards=able,
+            settings=fitted.settings,
+            recorder=recorder,
+            snapshot=_take_snapshot(training) if options.restore else None,
+            gemm_benchmark=options.gemm_benchmark,
+            no_trace=_why_no_trace(),
+            progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
+            ranges=Ranges(under_nsys() if options.nvtx is None else options.nvtx),
+            clocks=ClockReader() if device_type == "cuda" else None,
+        )
+        recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk))
+        if folder_problem:
+            recorder.add(Problem("output_dir", folder_problem))
+        if training.world_size > 1:
+            recorder.add(
+                Problem("ranks", f"{training.world_size} processes train; these are the measurements of rank 0 alone")
+            )
+        session = Session(sweep, engine, recorder, folder, {c.name: c for c in [*able, *asked]}, say, training.speaks)
+        session._announce(fitted.shrunk)
+        return session
+
+    def _announce(self, shrunk: str | None) -> None:
+        names = ", ".join(card.name for card in self.sweep.cards)
+        s = self.sweep.settings
+        self.say(
+            f"lowprec: profiling {names} on {self.engine.name} ({self.engine.why}) over the next "
+            f"{self.sweep.total_steps} optimizer steps: {s.rounds} rounds x ({s.settle_steps} settled + "
+            f"{s.timed_steps} timed), {s.traced_steps} traced a recipe"
+        )
+        if shrunk:
+            self.say(f"lowprec: {shrunk}")
+        for refusal in self.recorder.snapshot().of(Refusal):
+            self.say(f"lowprec: {refusal.recipe} not run: {refusal.reason}")
+
+    def start(self) -> None:
+        """The next optimizer step is the sweep's."""
+        self.sweep.start()
+
+    def close(self, status: Status, reason: str | None = None, *, show: bool = True) -> None:
+        """End the sweep, restore the user's state, and (on the rank that speaks) make and show the report. Idempotent."""
+        if self.report is not None or self.recorder.closed:
+            return
+        self.sweep.finish(status, reason)
+        self.recorder.close()
+        if self.sweep.clocks is not None:
+            self.sweep.clocks.close()
+        if self.speaks and show:
+            self._show()
+
+    def _show(self) -> None:
+        """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""
+        from lowprec_callback.analyze.summary import analyze
+        from lowprec_callback.show.console import print_report
+        from lowprec_callback.show.plots import save_all
+
+        try:
+            self.report = analyze(self.recorder.snapshot())
+            self.report.save(self.folder / "report.json")
+            save_all(self.report, self.folder)
+            print_report(self.report)
+        except Exception as error:
+            self.say(
+                f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured is "
+                f"in {self.recorder.path}: show it with `lowprec report {self.folder}`"
+            )
+
+
+def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCard]]:
+    """(baseline, all recipes with the baseline first), with the user's arguments in place."""
+    asked = resolve(options.recipes, engine.name)
+    known = {**load_cards(), **{card.name: card for card in asked}}
+    baseline = resolve([options.baseline or engine.default_baseline], engine.name)[0]
+    for name, arguments in options.recipe_arguments.items():
+        if name not in known:
+            raise RecipeError(f"recipe_arguments names {name!r}; known recipes: {', '.join(known)}")
+        known[name] = known[name].with_arguments(arguments)
+    names = dict.fromkeys([baseline.name, *(card.name for card in asked)])
+    cards = [known.get(name, baseline) for name in names]
+    if options.recipes is None and engine.name == "plain_torch":
+        # Without being asked: what is narrower than the baseline, or cannot be the baseline here.
+        cards = [card for card in cards if card.name == baseline.name or card.autocast_dtype is not None]
+    return cards[0], cards
+
+
+def _sort_out(
+    engine: Engine, baseline: RecipeCard, cards: Iterable[RecipeCard]
+) -> tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]]:
+    """(able to run, refused with reasons). A recipe that says it is available is proven with a tiny run."""
+    able: list[RecipeCard] = []
+    refused: list[tuple[RecipeCard, NotRun]] = []
+    for card in cards:
+        reason = engine.refusal(card) or engine.probe(card)
+        if reason is None:
+            able.append(card)
+        elif card.name == baseline.name:
+            raise ProfilerError(f"the baseline {card.name} cannot run here: {reason.reason} ({reason.source})")
+        else:
+            refused.append((card, reason))
+    return able, refused
+
+
+def _take_snapshot(training: Training) -> Snapshot:
+    return Snapshot.take(training.model, training.optimizers, training.schedulers, training.scaler)
+
+
+def _model_fact(training: Training, engine: Engine) -> Model:
+    parameters = list(training.model.parameters())
+    return Model(
+        name=training.name,
+        engine=engine.name,
+        why_engine=engine.why,
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        linear_modules={layer.path: layer.family for layer in engine.linear_layers()},
+    )
+
+
+def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None) -> Plan:
+    s = sweep.settings
+    return Plan(
+        recipes=tuple(card.name for card in sweep.cards),
+        baseline=sweep.baseline.name,
+        rounds=s.rounds,
+        settle_steps=s.settle_steps,
+        timed_steps=s.timed_steps,
+        traced_steps=s.traced_steps,
+        seed=s.seed,
+        micro_batches=micro_batches,
+        steps=sweep.total_steps,
+        shrunk=shrunk,
+    )
+
+
+def _why_no_trace() -> str | None:
+    if under_nsys():
+        return "Nsight Systems is attached, and only one tool can trace the GPU: kernels are in its capture instead"
+    return None
+
+
+def _run_folder(output_dir: str, name: str, speaks: bool) -> tuple[Path, str | None]:
+    """(a new folder for this run, a problem). A folder that cannot be written gives way to a temporary one."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    clean = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    if not speaks:
+        return Path(tempfile.mkdtemp(prefix="lowprec-rank-")), None
+    parent = Path(output_dir)
+    for attempt in range(100):
+        folder = parent / f"{stamp}-{clean}{f'-{attempt}' if attempt else ''}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            other = Path(tempfile.mkdtemp(prefix="lowprec-"))
+            return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
+        return folder, None
+    raise ProfilerError(f"{parent}: a hundred runs of {name!r} in one second; give another output_dir")
+
+
+def _printer() -> Callable[[str], None]:
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def _silent(_text: str) -> None:
+    """Other ranks say nothing."""

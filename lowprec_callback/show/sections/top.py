@@ -1,0 +1,53 @@
+"""The first lines: what was measured where, and the answer in a few sentences."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lowprec_callback.report import Report
+from lowprec_callback.show import words
+from lowprec_callback.show.sections import parts
+
+TOOL = "lowprec_callback"
+
+
+def title(report: Report, width: int) -> list[RenderableType]:
+    """`lowprec_callback        codonfm-5b · NVIDIA H200 · TE 2.20.2 · torch 2.11`, and a rule."""
+    where = Text(" · ".join(part for part in (report.model, report.device, words.versions(report)) if part))
+    name = Text(TOOL, style="bold")
+    line: RenderableType
+    if name.cell_len + where.cell_len + 2 * parts.INDENT <= width:
+        grid = Table.grid(expand=True)
+        grid.add_column()
+        grid.add_column(justify="right")
+        grid.add_row(name, where)
+        line = grid
+    else:
+        line = Text("\n").join([name, where])
+    return [line, Rule(style=parts.DIM, characters="─")]
+
+
+def headline(report: Report, _width: int) -> list[RenderableType]:
+    """The verdict: the first sentence in bold. A run that did not finish says so before anything else."""
+    text = Text()
+    for number, sentence in enumerate(report.headline):
+        text.append("  " if number else "")
+        text.append(words.one_line(sentence), style="" if number else "bold")
+    lines: list[RenderableType] = []
+    if report.status != "finished":
+        sentence = f"This run was {report.status}: the page shows what was measured until then."
+        lines.append(parts.paragraph(sentence, style=parts.WARN))
+    if text:
+        lines.append(parts.paragraph(text))
+    return lines
+
+
+def reading(report: Report, _width: int) -> list[RenderableType]:
+    """What the GEMMs promised against what the step gained, in words."""
+    if not report.reading:
+        return []
+    paragraphs = [parts.paragraph(words.one_line(text)) for text in report.reading]
+    return [parts.heading("GEMM promise against measured step"), *paragraphs]

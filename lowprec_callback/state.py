@@ -1,0 +1,188 @@
+"""Everything that a training step changes, set aside before the sweep and put back after it, bit for bit.
+
+Copies live in host memory, so that they do not show in the memory that recipes are measured by. Values are copied
+back into the objects that hold them (parameters, optimizer state), so that references which others keep stay good.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass
+class _Kept:
+    """A tensor's values on the host; for a tensor subclass that wraps others, those of its parts."""
+
+    tensor: torch.Tensor
+    values: torch.Tensor | None
+    parts: dict[str, Any]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Kept:
+        if hasattr(tensor, "_quantizer"):
+            # Transformer Engine's quantized parameters: copying them through their own arithmetic would round
+            # again, so their buffers and flags are kept as they are.
+            parts = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                for name, value in vars(tensor).items()
+                if isinstance(value, torch.Tensor | bool) or value is None
+            }
+            return _Kept(tensor, None, parts)
+        return _Kept(tensor, tensor.detach().to("cpu", copy=True), {})
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        if self.values is not None:
+            self.tensor.detach().copy_(self.values)
+            return
+        for name, value in self.parts.items():
+            current = getattr(self.tensor, name, None)
+            if not isinstance(value, torch.Tensor):
+                setattr(self.tensor, name, value)
+            elif isinstance(current, torch.Tensor) and current.shape == value.shape:
+                current.copy_(value)
+            else:
+                setattr(self.tensor, name, value.to(self.tensor.device))
+
+
+@dataclass
+class _KeptOptimizer:
+    """One optimizer's state by parameter, and its groups' settings."""
+
+    optimizer: torch.optim.Optimizer
+    state: dict[Any, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> _KeptOptimizer:
+        state = {
+            parameter: {
+                key: _Kept.of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                for key, value in entries.items()
+            }
+            for parameter, entries in optimizer.state.items()
+        }
+        groups = [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+        return _KeptOptimizer(optimizer, state, groups)
+
+    def put_back(self) -> None:
+        current = self.optimizer.state
+        for parameter in [p for p in current if p not in self.state]:
+            del current[parameter]
+        for parameter, entries in self.state.items():
+            target = current[parameter]
+            for key in [k for k in target if k not in entries]:
+                del target[key]
+            for key, value in entries.items():
+                if not isinstance(value, _Kept):
+                    target[key] = copy.deepcopy(value)
+                else:
+                    value.put_back()
+                    target[key] = value.tensor
+        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = copy.deepcopy(value)
+
+
+@dataclass
+class Snapshot:
+    """The state of a model, its optimizers, schedulers, loss scaler and all random generators."""
+
+    tensors: list[_Kept]
+    gradients: list[tuple[torch.Tensor, bool]]
+    optimizers: list[_KeptOptimizer]
+    stateful: list[tuple[Any, dict[str, Any]]]
+    training: list[tuple[nn.Module, bool]]
+    rng: _Rng
+
+    @staticmethod
+    def take(
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        schedulers: Iterable[Any] = (),
+        scaler: Any = None,
+    ) -> Snapshot:
+        """Copy the state to the host.
+
+        Args:
+            model: its parameters and buffers, persistent or not.
+            optimizers: PyTorch optimizers.
+            schedulers: anything with `state_dict` and `load_state_dict`.
+            scaler: a `torch.amp.GradScaler` or None.
+        """
+        tensors = [_Kept.of(t) for t in (*model.parameters(), *model.buffers())]
+        stateful = [(s, copy.deepcopy(s.state_dict())) for s in (*schedulers, scaler) if s is not None]
+        return Snapshot(
+            tensors=tensors,
+            gradients=[(p, p.grad is None) for p in model.parameters()],
+            optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],
+            stateful=stateful,
+            training=[(module, module.training) for module in model.modules()],
+            rng=_Rng.take(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the tensors take."""
+        kept = [*self.tensors, *(v for o in self.optimizers for e in o.state.values() for v in e.values())]
+        return sum(
+            k.values.nbytes if k.values is not None else sum(getattr(v, "nbytes", 0) for v in k.parts.values())
+            for k in kept
+            if isinstance(k, _Kept)
+        )
+
+    def restore(self) -> tuple[str, ...]:
+        """Put everything back; returns what was put back, in words."""
+        for kept in self.tensors:
+            kept.put_back()
+        for parameter, had_none in self.gradients:
+            if had_none:
+                parameter.grad = None
+        for optimizer in self.optimizers:
+            optimizer.put_back()
+        for holder, state in self.stateful:
+            holder.load_state_dict(state)
+        for module, mode in self.training:
+            module.training = mode
+        self.rng.restore()
+        return ("parameters and buffers", "optimizer", "learning-rate schedulers and loss scaler", "random generators")
+
+
+@dataclass
+class _Rng:
+    """Python's, NumPy's and PyTorch's generators, on the CPU and on every CUDA device in use."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: torch.Tensor
+    torch_cuda: list[torch.Tensor]
+
+    @staticmethod
+    def take() -> _Rng:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        return _Rng(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all(self.torch_cuda)

@@ -1,0 +1,368 @@
+"""The sweep: which recipe runs on which optimizer step, and what is watched while it does.
+
+The sweep knows no Trainer. Whoever owns the loop calls `region` around each forward pass, `step_end` after each
+optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end. Inside, the sweep is one
+script, read from top to bottom: each `yield` is one optimizer step of the user's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from lowprec_callback.engines.base import Engine
+from lowprec_callback.measure import memory
+from lowprec_callback.measure.device import ClockReader
+from lowprec_callback.measure.gemms import benchmark
+from lowprec_callback.measure.nvtx import Ranges
+from lowprec_callback.measure.scopes import ModuleScopes, Scope
+from lowprec_callback.measure.shapes import GemmLog
+from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
+from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
+from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.recipes import RecipeCard
+from lowprec_callback.recording import End, Loss, Problem, Recorder, Restored
+from lowprec_callback.state import Snapshot
+
+Steps = Generator[None, None, None]
+
+ALL_ROUNDS = -1
+"""The round of facts that belong to no timed block."""
+
+
+class Progress(Protocol):
+    """Tells a person how far the sweep is."""
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` steps are over; `what` runs now."""
+
+    def close(self) -> None:
+        """The sweep is over."""
+
+
+@dataclass
+class Sweep:
+    """One sweep over one model.
+
+    Args:
+        engine: runs the model under recipes.
+        cards: recipes that can run, the baseline first.
+        settings: sizes, already fitted to the length of the run.
+        recorder: where facts go.
+        snapshot: the state to restore at the end, or None to let the sweep's steps count as training.
+        gemm_benchmark: whether to time the captured shapes.
+        trace: why there is no tracing, or None to trace.
+        progress: shows how far we are.
+        ranges: NVTX ranges.
+    """
+
+    engine: Engine
+    cards: list[RecipeCard]
+    settings: Settings
+    recorder: Recorder
+    snapshot: Snapshot | None
+    gemm_benchmark: bool = True
+    no_trace: str | None = None
+    progress: Progress | None = None
+    ranges: Ranges = field(default_factory=lambda: Ranges(False))
+    clocks: ClockReader | None = None
+
+    done: bool = False
+    card: RecipeCard | None = None
+    """The recipe that runs now; None outside the sweep."""
+
+    _script: Steps | None = None
+    _clock: StepClock | None = None
+    _steps_done: int = 0
+    _what: str = "warming up"
+    _loss: Any = None
+    _step_range: AbstractContextManager[Any] | None = None
+    _phase_range: AbstractContextManager[Any] | None = None
+    _traced_step: int | None = None
+    _memory_of: str | None = None
+    _nvtx_depth: int = 0
+
+    @property
+    def baseline(self) -> RecipeCard:
+        """The recipe that the others are compared with."""
+        return self.cards[0]
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the plan."""
+        return self.settings.steps(len(self.cards))
+
+    # -- what the loop's owner calls -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin: the next optimizer step is the sweep's."""
+        self.engine.save()
+        self._script = self._run()
+        next(self._script)
+        self._open_step()
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """The context for one forward pass."""
+        self.phase("forward")
+        with self.engine.region(self.card) if self.card else nullcontext():
+            yield
+        self.phase("")
+
+    def phase(self, name: Literal["data", "forward", "backward", "optimizer", ""]) -> None:
+        """A phase of the step begins (and the one before ends). Free when nothing watches."""
+        if self._traced_step is None and not self.ranges.enabled and self._memory_of is None:
+            return
+        if self._memory_of is not None and name in ("", "optimizer"):
+            self._read_phase_memory()
+        if self._traced_step is not None:
+            if self._phase_range is not None:
+                self._phase_range.__exit__(None, None, None)
+                self._phase_range = None
+            if name:
+                self._phase_range = phase_range(name)
+                self._phase_range.__enter__()
+        if self.ranges.enabled:
+            while self._nvtx_depth > 1:
+                self._pop()
+            if name:
+                self._push(name)
+        self._phase_name = name
+
+    def contaminate(self, reason: str) -> None:
+        """Something that is no part of training happened inside this step: its time does not count."""
+        if self._clock is not None:
+            self._clock.discard(reason)
+
+    def step_end(self, loss: Any = None) -> bool:
+        """An optimizer step is over. Returns whether the sweep is."""
+        if self._script is None or self.done:
+            return True
+        self._loss = loss
+        self._steps_done += 1
+        self._close_step()
+        try:
+            next(self._script)
+        except StopIteration:
+            self.done = True
+        if self.progress is not None:
+            self.progress.update(self._what, self._steps_done, self.total_steps)
+        if not self.done:
+            self._open_step()
+        return self.done
+
+    def finish(self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None) -> None:
+        """End the sweep: take every watcher away, restore, and write the last line. Idempotent."""
+        if self._script is None:
+            return
+        script, self._script = self._script, None
+        self.done, self.card, self._clock = True, None, None
+        self._close_step()
+        # Closing the script runs the exits of every `with` it stands in: hooks and patches go.
+        script.close()
+        self.engine.restore()
+        try:
+            parts = self.snapshot.restore() if self.snapshot is not None else ()
+            self.recorder.add(Restored(parts=parts, asked=self.snapshot is not None))
+        except RuntimeError as error:
+            # A broken CUDA context takes the model with it; the user's own exception matters more than this one.
+            self.recorder.add(Problem("restore", f"the state could not be put back: {error}"))
+        self.snapshot = None
+        self.recorder.add(End(status, reason))
+        if self.progress is not None:
+            self.progress.close()
+
+    # -- the script ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Steps:
+        self._use(self.baseline)
+        yield
+        yield from self._capture()
+        if self.gemm_benchmark:
+            self._benchmark()
+        by_name = {card.name: card for card in self.cards}
+        names = list(by_name)
+        for round_, order in enumerate(order_of_rounds(names, self.settings.rounds, self.settings.seed)):
+            for name in order:
+                yield from self._block(by_name[name], round_)
+        if self.settings.traced_steps and self.no_trace is None:
+            for card in self.cards:
+                yield from self._traced(card)
+        elif self.no_trace is not None:
+            self.recorder.add(Problem("trace", self.no_trace))
+
+    def _use(self, card: RecipeCard) -> None:
+        """Switch to a recipe, from a clean state."""
+        if self.card is not card:
+            self.engine.switch()
+            memory.clean(self.engine.device)
+        self.card = card
+
+    def _capture(self) -> Steps:
+        """One step of the baseline, observed: the shapes."""
+        self._what = "capturing shapes"
+        self._log = GemmLog(self.engine.linear_layers())
+        scopes = ModuleScopes(self.engine.scoped_modules())
+        with scopes.installed(), self.engine.watch(scopes.current, self._log.add_call, self._log.add_product):
+            yield
+        gemms = self._log.gemms()
+        if not gemms:
+            self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
+        self.recorder.add(*gemms)
+
+    def _benchmark(self) -> None:
+        """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone."""
+        gemms = self._log.gemms()
+        memory.clean(self.engine.device)
+
+        def tell(what: str, done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress.update(f"GEMM benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
+
+        for fact in benchmark(self.engine, self.cards, self.baseline.name, gemms, self.settings.seed, tell):
+            self.recorder.add(fact)
+        memory.clean(self.engine.device)
+
+    def _block(self, card: RecipeCard, round_: int) -> Steps:
+        """Settle, then timed steps with nothing attached but the clock."""
+        self._use(card)
+        self._what = f"{card.name}, round {round_ + 1} of {self.settings.rounds}"
+        device = self.engine.device
+        probe_at = self.settings.settle_steps - 2 if self.settings.settle_steps >= PROBE_NEEDS else None
+        for index in range(self.settings.settle_steps):
+            probe = HostProbe(device) if index == probe_at and device.type == "cuda" else None
+            if probe:
+                probe.start()
+            yield
+            if probe:
+                self.recorder.add(probe.stop(card.name, round_))
+        memory.reset_peak(device)
+        self._clock = StepClock(device)
+        self._clock.boundary()
+        for _ in range(self.settings.timed_steps):
+            yield
+            self._clock.boundary()
+        clock, self._clock = self._clock, None
+        self.recorder.add(*clock.read(card.name, round_))
+        self.recorder.add(*memory.read(device, card.name, round_, "step"))
+        if self.clocks is not None and (reading := self.clocks.read(card.name, round_)) is not None:
+            self.recorder.add(reading)
+        self._record_loss(card.name, round_)
+        self.recorder.add(*self.engine.scales(card, round_))
+
+    def _traced(self, card: RecipeCard) -> Steps:
+        """A step that watches operands and memory, then steps that only the profiler watches."""
+        self._use(card)
+        self._what = f"tracing {card.name}"
+        device = self.engine.device
+        log = GemmLog(self.engine.linear_layers())
+        tracer = Tracer(device)
+        with ExitStack() as stack:
+            tracer.start()
+            stack.callback(self._stop_quietly, tracer)
+            yield from self._witness(card, log)
+            opened: dict[int, list[AbstractContextManager[Any]]] = {}
+            enter, leave = _module_ranges(opened)
+            scopes = ModuleScopes(self.engine.scoped_modules(), enter, leave)
+            with scopes.installed(), self.engine.watch(scopes.current, around=gemm_range):
+                for index in range(self.settings.traced_steps):
+                    synchronize(device)
+                    self._traced_step = index
+                    yield
+                    scopes.clear()
+        try:
+            facts = tracer.traces(card.name, log.library_calls or None)
+        except Exception as error:
+            self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
+            return
+        self.recorder.add(*facts)
+
+    def _witness(self, card: RecipeCard, log: GemmLog) -> Steps:
+        """One step in which every operand is looked at, and the memory after each phase."""
+        device = self.engine.device
+        scopes = ModuleScopes(self.engine.scoped_modules())
+        memory.reset_peak(device)
+        self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
+        with scopes.installed(), self.engine.watch(scopes.current, log.add_call, log.add_product):
+            self._memory_of = card.name
+            yield
+            self._memory_of = None
+        self.recorder.add(*log.dispatches(card.name, self.engine.in_region))
+
+    # -- small parts -----------------------------------------------------------------------------------------------
+
+    _phase_name: str = ""
+    _log: GemmLog = field(default_factory=lambda: GemmLog([]))
+
+    def _open_step(self) -> None:
+        if self._traced_step is not None:
+            self._step_range = step_range(self._traced_step)
+            self._step_range.__enter__()
+        if self.ranges.enabled and self.card is not None:
+            self._push(f"{self.card.name} step", self._steps_done)
+        self.phase("data")
+
+    def _close_step(self) -> None:
+        if self._traced_step is not None and self._step_range is not None:
+            synchronize(self.engine.device)
+        self.phase("")
+        if self._step_range is not None:
+            self._step_range.__exit__(None, None, None)
+            self._step_range = None
+        self._traced_step = None
+        while self._nvtx_depth:
+            self._pop()
+
+    def _push(self, message: str, payload: int | None = None) -> None:
+        self.ranges.push(message, payload)
+        self._nvtx_depth += 1
+
+    def _pop(self) -> None:
+        self.ranges.pop()
+        self._nvtx_depth -= 1
+
+    def _read_phase_memory(self) -> None:
+        finished = self._phase_name
+        if self._memory_of is not None and finished in ("forward", "backward"):
+            phase: Literal["forward", "backward"] = "forward" if finished == "forward" else "backward"
+            self.recorder.add(*memory.read(self.engine.device, self._memory_of, ALL_ROUNDS, phase))
+
+    def _record_loss(self, recipe: str, round_: int) -> None:
+        if isinstance(self._loss, torch.Tensor) and self._loss.numel() == 1:
+            self._loss = float(self._loss)
+        if isinstance(self._loss, float | int):
+            self.recorder.add(Loss(recipe, round_, value=float(self._loss)))
+            if not math.isfinite(self._loss):
+                self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", f"the loss is {self._loss}"))
+
+    @staticmethod
+    def _stop_quietly(tracer: Tracer) -> None:
+        # Stopping a session that an exception interrupted can itself fail; the first exception is the one that counts.
+        try:
+            tracer.stop()
+        except RuntimeError:
+            return
+
+
+def _module_ranges(
+    opened: dict[int, list[AbstractContextManager[Any]]],
+) -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
+    """Listeners that put a profiler range around each module, on whatever thread runs it."""
+    import threading
+
+    def enter(scope: Scope) -> None:
+        entered = module_range(scope.module)
+        entered.__enter__()
+        opened.setdefault(threading.get_ident(), []).append(entered)
+
+    def leave(_scope: Scope) -> None:
+        stack = opened.get(threading.get_ident())
+        if stack:
+            stack.pop().__exit__(None, None, None)
+
+    return enter, leave
