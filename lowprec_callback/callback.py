@@ -11,7 +11,7 @@ import torch
 
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeError, resolve
-from lowprec_callback.session import Options, ProfilerError, Session, Training
+from lowprec_callback.session import Options, ProfilerError, Session, Status, Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ class LowPrecisionProfiler(Callback):
             self.why_not = str(exception)
         if self.session is not None:
             name = type(exception).__name__
-            status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+            status: Status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
             self.session.close(status, f"{name}: {exception}" if str(exception) else name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 LEAD_STEPS = 2
 """One step to warm up (compilation, allocator), one to capture the shapes."""
 
-WITNESS_STEPS = 1
-"""Before the traced steps of a recipe: the step in which operands and memory are watched. The profiler already
-runs, because a new session can lose kernels at its start; this step's kernels do not count."""
+WITNESS_STEPS = 2
+"""Before the traced steps of a recipe: one in which operands and memory are watched, and one under the new profiler
+session, which can lose kernels at its start, and whose kernels do not count."""
 
 PROBE_NEEDS = 3
 """Settle steps from which one can be spared to measure the host's launch time: rebuild, probe, fill the queue again."""
@@ -104,7 +104,8 @@ def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> st
     if after < before:
         # Standard errors go with one over the square root of the number of samples.
         costs.append(
-            f"{after} instead of {before} timed steps a recipe: intervals about {(before / after) ** 0.5:.1f} times as wide"
+            f"{after} instead of {before} timed steps a recipe: intervals about "
+            f"{(before / after) ** 0.5:.1f} times as wide"
         )
     if got.rounds == 1 < asked.rounds:
         costs.append("one round only: drift of the clock cannot be told from a difference between recipes")

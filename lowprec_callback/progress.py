@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 
 class LineProgress:
@@ -34,7 +35,7 @@ class BarProgress:
 
     def __init__(self) -> None:
         self._bar: RichProgress | None = None
-        self._task = None
+        self._task: TaskID | None = None
 
     def update(self, what: str, done: int, total: int) -> None:
         """See `sweep.Progress`."""
@@ -43,10 +44,13 @@ class BarProgress:
 
         if self._bar is None:
             columns = (TextColumn("lowprec"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+            self._bar = Progress(
+                *columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True
+            )
             self._bar.start()
             self._task = self._bar.add_task(what, total=total)
-        self._bar.update(self._task, completed=done, total=total, description=what)  # type: ignore[arg-type]
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total, description=what)
 
     def close(self) -> None:
         """See `sweep.Progress`."""

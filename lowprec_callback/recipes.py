@@ -279,7 +279,7 @@ def _on_its_base(body: dict[str, Any], known: Mapping[str, RecipeCard]) -> dict[
     if "based_on" not in body:
         return body
     base = body.pop("based_on")
-    if base not in known:
+    if not isinstance(base, str) or base not in known:
         raise RecipeError(f"key based_on: no recipe {base!r}{_instead(str(base), known)}")
     if "name" not in body:
         raise RecipeError("key name: is missing; a variant needs a name of its own")
@@ -295,7 +295,8 @@ def _validate(body: dict[str, Any]) -> RecipeCard:
     try:
         return _adapter().validate_python(body)  # type: ignore[no-any-return]
     except ValidationError as error:
-        first = error.errors()[0]
+        # A key that is not known comes first: spelled right, it is often the one that is missing.
+        first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
         keys = [str(part) for part in first["loc"]]
         if first["type"] == "value_error":  # ours, from __post_init__
             raise RecipeError(str(first["ctx"]["error"])) from error
@@ -373,7 +374,7 @@ def static_refusal(
     """
     needs = card.requires
     if needs.device == "cuda" and device_type != "cuda":
-        return f"needs a CUDA GPU, this run is on {device_type}"
+        return f"needs a CUDA GPU, the device is {device_type}"
     if device_type == "cuda" and compute_capability is not None:
         least, below = needs.compute_capability_min, needs.compute_capability_below
         found = f"compute capability {_dotted(compute_capability)}"

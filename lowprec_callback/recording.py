@@ -519,7 +519,9 @@ def read(path: Path | str) -> Recording:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise RecordingError(f"{file}: cannot be read ({error.strerror}); give a run folder or its {FILE_NAME}") from error
+        raise RecordingError(
+            f"{file}: cannot be read ({error.strerror}); give a run folder or its {FILE_NAME}"
+        ) from error
     pieces = raw.split(b"\n")
     whole, rest = pieces[:-1], pieces[-1]
     lines: list[Line] = []
@@ -527,7 +529,9 @@ def read(path: Path | str) -> Recording:
         lines.append(Line(number, _decode(piece, file, number, first=number == 1)))
     if not lines:
         raise RecordingError(f"{file}: holds no complete line, so it is no Recording (or its run died at once)")
-    torn = f"{file}, line {len(whole) + 1}: cut off while it was being written; all before it is whole" if rest else None
+    torn = (
+        f"{file}, line {len(whole) + 1}: cut off while it was being written; all before it is whole" if rest else None
+    )
     return Recording(lines, file, torn)
 
 

@@ -341,7 +341,9 @@ def load_report(path: Path | str) -> Report:
     if not isinstance(version, int):
         raise ReportError(f"{file}: no report (it has no integer 'version')")
     if version > VERSION:
-        raise ReportError(f"{file}: schema version {version}, this package reads up to {VERSION}: upgrade lowprec_callback")
+        raise ReportError(
+            f"{file}: schema version {version}, this package reads up to {VERSION}: upgrade lowprec_callback"
+        )
     try:
         return _adapter().validate_python(body)  # type: ignore[no-any-return]
     except ValidationError as error:

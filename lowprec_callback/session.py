@@ -108,7 +108,9 @@ class Session:
             raise ProfilerError(str(error)) from error
 
         recorder = Recorder(
-            folder / recording.FILE_NAME, lowprec_callback.__version__, datetime.now().astimezone().isoformat("T", "seconds")
+            folder / recording.FILE_NAME,
+            lowprec_callback.__version__,
+            datetime.now().astimezone().isoformat("T", "seconds"),
         )
         device_type: Literal["cuda", "cpu"] = "cuda" if training.device.type == "cuda" else "cpu"
         recorder.add(environment(device_type, load().version))
@@ -156,7 +158,7 @@ class Session:
         self.sweep.start()
 
     def close(self, status: Status, reason: str | None = None, *, show: bool = True) -> None:
-        """End the sweep, restore the user's state, and (on the rank that speaks) make and show the report. Idempotent."""
+        """End the sweep, restore the user's state, and on the rank that speaks make and show the report. Idempotent."""
         if self.report is not None or self.recorder.closed:
             return
         self.sweep.finish(status, reason)
@@ -168,19 +170,19 @@ class Session:
 
     def _show(self) -> None:
         """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""
-        from lowprec_callback.analyze.summary import analyze
-        from lowprec_callback.show.console import print_report
-        from lowprec_callback.show.plots import save_all
-
         try:
+            from lowprec_callback.analyze.summary import analyze
+            from lowprec_callback.show.console import print_report
+            from lowprec_callback.show.plots import save_all
+
             self.report = analyze(self.recorder.snapshot())
             self.report.save(self.folder / "report.json")
             save_all(self.report, self.folder)
             print_report(self.report)
         except Exception as error:
             self.say(
-                f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured is "
-                f"in {self.recorder.path}: show it with `lowprec report {self.folder}`"
+                f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "
+                f"is in {self.recorder.path}: show it with `lowprec report {self.folder}`"
             )
 
 

@@ -8,6 +8,7 @@ script, read from top to bottom: each `yield` is one optimizer step of the user'
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -156,7 +157,9 @@ class Sweep:
             self._open_step()
         return self.done
 
-    def finish(self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None) -> None:
+    def finish(
+        self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None
+    ) -> None:
         """End the sweep: take every watcher away, restore, and write the last line. Idempotent."""
         if self._script is None:
             return
@@ -207,9 +210,7 @@ class Sweep:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
         self._log = GemmLog(self.engine.linear_layers())
-        scopes = ModuleScopes(self.engine.scoped_modules())
-        with scopes.installed(), self.engine.watch(scopes.current, self._log.add_call, self._log.add_product):
-            yield
+        yield from self._watched_step(self._log)
         gemms = self._log.gemms()
         if not gemms:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
@@ -253,7 +254,7 @@ class Sweep:
         if self.clocks is not None and (reading := self.clocks.read(card.name, round_)) is not None:
             self.recorder.add(reading)
         self._record_loss(card.name, round_)
-        self.recorder.add(*self.engine.scales(card, round_))
+        self.recorder.add(*self.engine.scales(card))
 
     def _traced(self, card: RecipeCard) -> Steps:
         """A step that watches operands and memory, then steps that only the profiler watches."""
@@ -261,14 +262,19 @@ class Sweep:
         self._what = f"tracing {card.name}"
         device = self.engine.device
         log = GemmLog(self.engine.linear_layers())
+        memory.reset_peak(device)
+        self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
+        self._memory_of = card.name
+        yield from self._watched_step(log)
+        self._memory_of = None
+        self.recorder.add(*log.dispatches(card.name, self.engine.in_region))
+
         tracer = Tracer(device)
         with ExitStack() as stack:
             tracer.start()
-            stack.callback(self._stop_quietly, tracer)
-            yield from self._witness(card, log)
-            opened: dict[int, list[AbstractContextManager[Any]]] = {}
-            enter, leave = _module_ranges(opened)
-            scopes = ModuleScopes(self.engine.scoped_modules(), enter, leave)
+            stack.callback(_stop_quietly, tracer)
+            yield  # a new session can lose kernels at its start
+            scopes = self._ranged_scopes()
             with scopes.installed(), self.engine.watch(scopes.current, around=gemm_range):
                 for index in range(self.settings.traced_steps):
                     synchronize(device)
@@ -276,23 +282,26 @@ class Sweep:
                     yield
                     scopes.clear()
         try:
-            facts = tracer.traces(card.name, log.library_calls or None)
-        except Exception as error:
+            self.recorder.add(*tracer.traces(card.name, log.library_calls or None))
+        except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
-            return
-        self.recorder.add(*facts)
 
-    def _witness(self, card: RecipeCard, log: GemmLog) -> Steps:
-        """One step in which every operand is looked at, and the memory after each phase."""
-        device = self.engine.device
-        scopes = ModuleScopes(self.engine.scoped_modules())
-        memory.reset_peak(device)
-        self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
-        with scopes.installed(), self.engine.watch(scopes.current, log.add_call, log.add_product):
-            self._memory_of = card.name
-            yield
-            self._memory_of = None
-        self.recorder.add(*log.dispatches(card.name, self.engine.in_region))
+    def _watched_step(self, log: GemmLog) -> Steps:
+        """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler."""
+        scopes = self._ranged_scopes()
+        tracer = Tracer(self.engine.device, shapes=True)
+        with ExitStack() as stack:
+            tracer.start()
+            stack.callback(_stop_quietly, tracer)
+            with scopes.installed(), self.engine.watch(scopes.current, log.add_call):
+                yield
+        for product in tracer.products():
+            log.add_product(product)
+
+    def _ranged_scopes(self) -> ModuleScopes:
+        """The model's modules, each with a profiler range around its forward and backward."""
+        enter, leave = _module_ranges()
+        return ModuleScopes(self.engine.scoped_modules(), enter, leave)
 
     # -- small parts -----------------------------------------------------------------------------------------------
 
@@ -340,23 +349,21 @@ class Sweep:
             if not math.isfinite(self._loss):
                 self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", f"the loss is {self._loss}"))
 
-    @staticmethod
-    def _stop_quietly(tracer: Tracer) -> None:
-        # Stopping a session that an exception interrupted can itself fail; the first exception is the one that counts.
-        try:
-            tracer.stop()
-        except RuntimeError:
-            return
+
+def _stop_quietly(tracer: Tracer) -> None:
+    """Stopping a session that an exception interrupted can itself fail; the first exception is the one that counts."""
+    try:
+        tracer.stop()
+    except RuntimeError:
+        return
 
 
-def _module_ranges(
-    opened: dict[int, list[AbstractContextManager[Any]]],
-) -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
+def _module_ranges() -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
     """Listeners that put a profiler range around each module, on whatever thread runs it."""
-    import threading
+    opened: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def enter(scope: Scope) -> None:
-        entered = module_range(scope.module)
+        entered = module_range(scope)
         entered.__enter__()
         opened.setdefault(threading.get_ident(), []).append(entered)
 

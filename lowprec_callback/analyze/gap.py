@@ -1,7 +1,7 @@
 """From the baseline's step to the recipe's, term by term; the terms sum to the measured difference exactly.
 
-With G the GEMM bucket of a step's ledger, B the kernel-only benchmark of the same GEMMs, and 0 / r for baseline
-and recipe, all in ms per step:
+With G the GEMM bucket of a step's ledger, B the kernel-only benchmark of the same GEMMs, and 0 / r for
+baseline and recipe, all in ms per step:
 
     GEMM kernels                            B_r - B_0
     GEMMs slower in the step than on bench  (G_r - B_r) - (G_0 - B_0)
@@ -43,7 +43,7 @@ def gap(
     bench: tuple[GemmTotals, GemmTotals],
     on_cpu: bool = False,
 ) -> Gap:
-    """The gap between two steps. `ledgers`, `reasons` and `bench` hold the baseline's first, then the recipe's."""
+    """The gap between two steps. `ledgers`, `reasons` and `bench` hold the baseline's, then the recipe's."""
     before, after = ledgers
     missing = None
     if before is None:
@@ -65,27 +65,21 @@ def gap(
 
 def _gemm_terms(before: Ledger, after: Ledger, bench: tuple[GemmTotals, GemmTotals]) -> list[GapTerm]:
     in_step = after.buckets["gemm"].minus(before.buckets["gemm"])
-    unusable = _unusable(bench)
-    if unusable:
-        return [GapTerm(GEMMS, in_step, f"as they ran in the step; {unusable}")]
+    missing = next((side.kernel.reason for side in bench if side.kernel.value is None), None)
+    if missing is not None:
+        return [GapTerm(GEMMS, in_step, f"as they ran in the step; no complete kernel-only benchmark: {missing}")]
     promised = bench[1].kernel.minus(bench[0].kernel)
     slower = Figure.total([in_step, promised.scaled(-1.0)], "ms")
+    faster = slower.value is not None and slower.value < 0
     return [
-        GapTerm(GEMMS, promised, "kernel-only benchmark"),
-        GapTerm(SLOWER, slower, "GEMM kernels in the step, less what the benchmark promised"),
+        GapTerm(GEMMS, promised, f"kernel-only benchmark{_short_calls(bench)}"),
+        GapTerm(SLOWER, slower, "negative: they gain more in the step than on the bench" if faster else ""),
     ]
 
 
-def _unusable(bench: tuple[GemmTotals, GemmTotals]) -> str | None:
-    """Why the benchmark cannot split the GEMM term, if it cannot."""
-    for side in bench:
-        if side.kernel.value is None:
-            return f"no complete kernel-only benchmark: {side.kernel.reason}"
-    bound = max(side.launch_bound for side in bench)
-    if bound:
-        calls = max(side.calls for side in bench)
-        return f"{bound} of {calls} benchmarked calls are launch-bound, so their times are the host's, not the kernels'"
-    return None
+def _short_calls(bench: tuple[GemmTotals, GemmTotals]) -> str:
+    side = max(bench, key=lambda totals: totals.launch_bound)
+    return f"; {side.launch_bound} of {side.calls} calls take longer to launch than to run" if side.launch_bound else ""
 
 
 def _other_terms(before: Ledger, after: Ledger, small: float, on_cpu: bool) -> list[GapTerm]:

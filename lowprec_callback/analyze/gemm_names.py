@@ -1,7 +1,7 @@
 """What a GEMM kernel's name says about its operands.
 
-cuBLASLt prints in a kernel's name which types it multiplies, and Transformer Engine (TE) prints nothing, so the
-name is one of the witnesses of whether a recipe ran. The common grammar on Hopper and Blackwell is *nvjet*:
+cuBLASLt puts the types that it multiplies into a kernel's name, and Transformer Engine (TE) says nothing at
+all, so the name is one of the witnesses of whether a recipe ran. On Hopper and Blackwell most are *nvjet*:
 
     nvjet_[sm90_]qrtst_128x128_128x6_2x1_v_bz_coopA_algo2_Ablk128_Bvec128_TNT
           |      |     |       |     |   | |              |               |
@@ -15,19 +15,20 @@ name is one of the witnesses of whether a recipe ran. The common grammar on Hopp
 A code of three letters is (A and B, compute, D): `tst` is bf16 x bf16. One of five is (A, B, C, compute, D):
 `qrtst` is e4m3 x e5m2, the gradient GEMMs of TE's HYBRID format. `sss_tf32` is fp32 on the TF32 tensor cores.
 
-| suffix                         | scaling   | recipe                                                      |
-|--------------------------------|-----------|-------------------------------------------------------------|
-| none, in a name that is whole  | tensor    | FP8 with delayed or current scaling: the name cannot tell which |
-| `Ablk128`, `Avec128`, `Bvec128`| block-128 | FP8 block scaling on Hopper                                 |
-| `Avec32UE8M0_Bvec32UE8M0`      | mx-32     | MXFP8; also FP8 block scaling as emulated on Blackwell      |
-| `Avec16UE4M3_Bvec16UE4M3`      | nvfp4-16  | NVFP4. UE4M3 is the type of the *scales*, not of the operands |
-| `ovscale`                      | outer-vec | FP8 with a scale a row                                      |
+| suffix                          | scaling   | recipe                                                     |
+|---------------------------------|-----------|------------------------------------------------------------|
+| none, in a name that is whole   | tensor    | FP8, delayed or current scaling: the name does not tell    |
+| `Ablk128`, `Avec128`, `Bvec128` | block-128 | FP8 block scaling on Hopper                                |
+| `Avec32UE8M0_Bvec32UE8M0`       | mx-32     | MXFP8; also FP8 block scaling as emulated on Blackwell     |
+| `Avec16UE4M3_Bvec16UE4M3`       | nvfp4-16  | NVFP4. UE4M3 is the type of the *scales*                   |
+| `ovscale`                       | outer-vec | FP8 with a scale a row                                     |
 
 Older and other libraries have grammars of their own; each decoder below states its own. Nothing here guesses:
 what the name leaves open (types chosen at run time, a name cut short by a tool) is None.
 
-Sources: the string pool of cuBLASLt 13.1, public profiles with known inputs, and profiles from an H200 in which
-TE's recipe was known. The third layout letter, `h`/`v`, `coopA` and `algo2` are not understood, and not used.
+Sources: the string pool of cuBLASLt 13.1, public profiles with known inputs, and profiles from an H200 in
+which TE's recipe was known. The third layout letter, `h`/`v`, `coopA` and `algo2` are not understood, and not
+used.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _layout(match: re.Match[str] | None) -> str | None:
     return (match[1] + match[2]).upper() if match else None
 
 
-# --- nvjet: cuBLASLt on sm_90 and newer ----------------------------------------------------------------------
+# --- nvjet: cuBLASLt on sm_90 and newer ---------------------------------------------------------------------
 
 _NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z]{5}|[a-z]{3})(_tf32)?(?=_|$)")
 _NVJET_LETTERS = {
@@ -111,15 +112,15 @@ def _nvjet_scaling(name: str, operands: Operands, whole: bool) -> str | None:
     if suffixes:
         modes = {_NVJET_SCALES.get(suffix) for suffix in suffixes}
         return modes.pop() if len(modes) == 1 else None
-    # The suffixes stand near the end. A name that was cut short may have lost them, so absence proves nothing there.
+    # The suffixes stand near the end: a name that was cut short may have lost them.
     return "tensor" if whole and "e2m1" not in operands else None
 
 
-# --- xmma: cuBLAS and cuDNN, sm_80 to sm_90 ------------------------------------------------------------------
+# --- xmma: cuBLAS and cuDNN, sm_80 to sm_90 -----------------------------------------------------------------
 
 _XMMA_TYPES = {
-    "bf16": "bf16", "tf32": "tf32", "e4m3": "e4m3", "e5m2": "e5m2", "f16": "fp16", "f32": "fp32", "f64": "fp64",
-    "i8": "int8", "i32": "int32",
+    "bf16": "bf16", "tf32": "tf32", "e4m3": "e4m3", "e5m2": "e5m2", "f16": "fp16", "f32": "fp32",
+    "f64": "fp64", "i8": "int8", "i32": "int32",
 }  # fmt: skip
 _XMMA_TYPE = re.compile("|".join(_XMMA_TYPES))
 _XMMA_FIELD = f"(?:{_XMMA_TYPE.pattern})+"
@@ -128,7 +129,7 @@ _XMMA_LAYOUT = re.compile(r"_([nt])([nt])_n_")
 
 
 def _xmma(name: str) -> GemmName | None:
-    """`sm90_xmma_gemm_<A><D>_<math A>[<math B>]<accumulator>_<scalar>_<layout>_n_...`: the second field decides."""
+    """`sm90_xmma_gemm_<A><D>_<math A>[<math B>]<accumulator>_<scalar>_<layout>_n_...`: the math decides."""
     if "_xmma_" not in name or "gemm" not in name:
         return None
     match = _XMMA.search(name)
@@ -141,7 +142,7 @@ def _xmma(name: str) -> GemmName | None:
     return GemmName(operands, _plain(operands, "tensor"), layout, "xmma math field")
 
 
-# --- CUTLASS 3 as named by cuBLASLt --------------------------------------------------------------------------
+# --- CUTLASS 3 as named by cuBLASLt -------------------------------------------------------------------------
 
 _CUTLASS3_TYPES = {
     "bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64", "e4m3": "e4m3", "e5m2": "e5m2",
@@ -153,7 +154,7 @@ _CUTLASS3_SCALES = {"ue4m3": "nvfp4-16", "ue8m0": "mx-32"}
 
 
 def _cutlass3(name: str) -> GemmName | None:
-    """`cutlass3x_sm100_..gemm_[block_scaled_]<A>_<B>_<accumulator>_<C>_<D>_...`, `<A>` perhaps `<scale>x<type>`."""
+    """`cutlass3x_sm100_..gemm_<A>_<B>_<accumulator>_<C>_<D>_...`; block-scaled, A is `<scale>x<type>`."""
     if "cutlass3x_" not in name:
         return None
     match = _CUTLASS3.search(name)
@@ -184,7 +185,7 @@ def _cutlass3_operand(field: str) -> tuple[str | None, str | None]:
     return _CUTLASS3_TYPES.get(kind), _CUTLASS3_SCALES.get(scale)
 
 
-# --- CUTLASS 2, and cuBLAS before it -------------------------------------------------------------------------
+# --- CUTLASS 2, and cuBLAS before it ------------------------------------------------------------------------
 
 _CUTLASS2 = re.compile(
     r"(?:^|[_<])(?P<acc>s|h|d|i)(?P<mma>884|1688|8816|16816|16832|161616)(?P<inner>bf16|f16)?"
@@ -200,10 +201,10 @@ _LOWER_LAYOUT = re.compile(r"_([nt])([nt])(?=_align|_v\d|_stages|[>(]|$)")
 
 
 def _cutlass2(name: str) -> GemmName | None:
-    """`cutlass_80_tensorop_bf16_s16816gemm_bf16_...`, `ampere_sgemm_...`: the letter before the shape is the accumulator.
+    """`cutlass_80_tensorop_bf16_s16816gemm_bf16_...`, `ampere_sgemm_...`: accumulator, shape, then the type.
 
-    Without a type, `s1688` is the TF32 instruction and `h` means FP16 throughout. `s1688bf16gemm` reads fp32 and
-    rounds it inside the kernel: its operands are fp32.
+    Without a type, `s1688` is the TF32 instruction and `h` means FP16 throughout. `s1688bf16gemm` reads fp32
+    and rounds it inside the kernel: its operands are fp32.
     """
     match = _CUTLASS2.search(name)
     layout = _layout(_LOWER_LAYOUT.search(name))
@@ -233,7 +234,7 @@ def _cutlass2_type(match: re.Match[str]) -> str | None:
     return _CUTLASS2_UNTYPED.get(match["acc"])
 
 
-# --- TensorRT-LLM, CuTe DSL, DeepGEMM ------------------------------------------------------------------------
+# --- TensorRT-LLM, CuTe DSL, DeepGEMM -----------------------------------------------------------------------
 
 _TRTLLM_TYPES = {
     "E2m1": "e2m1",
@@ -248,7 +249,7 @@ _TRTLLM = re.compile(rf"(?:^|[_:])b?(?:mm|gemm)_{_TRTLLM_TYPE}_({_TRTLLM_TYPE})(
 
 
 def _trtllm(name: str) -> GemmName | None:
-    """`bmm_<D>_<A><B>_<accumulator>_...`: the *output* comes first. `Ab16`/`Bb16` are 16-element scale blocks."""
+    """`bmm_<D>_<A><B>_<accumulator>_...`: the *output* comes first. `Ab16`, `Bb16`: scale blocks of 16."""
     match = _TRTLLM.search(name)
     if not match:
         return None
@@ -275,7 +276,7 @@ _CUTE_TYPES = {
 
 
 def _cute_dsl(name: str) -> GemmName | None:
-    """`kernel_cutlass_..gemm.._tensorptr<A>.._tensorptr<B>.._tensorptr<scale>..`: tensors in argument order."""
+    """`kernel_cutlass_..gemm.._tensorptr<A>.._tensorptr<B>.._tensorptr<scale>..`, in argument order."""
     if not name.startswith("kernel_cutlass_") or "gemm" not in name:
         return None
     tensors = _CUTE_TENSOR.findall(name)
@@ -295,7 +296,7 @@ _DEEP_GEMM = re.compile(r"sm\d+_(fp8|bf16|tf32)_(?:\w+_)?gemm_(?:\w+_)?impl")
 
 
 def _deep_gemm(name: str) -> GemmName | None:
-    """`deep_gemm::sm90_fp8_gemm_1d2d_impl`: DeepGEMM's FP8 kernels take e4m3 with scale blocks of 128, and nothing else."""
+    """`deep_gemm::sm90_fp8_gemm_1d2d_impl`: DeepGEMM's FP8 kernels take e4m3, scaled in blocks of 128."""
     match = _DEEP_GEMM.search(name)
     if not match:
         return None
@@ -304,7 +305,7 @@ def _deep_gemm(name: str) -> GemmName | None:
     return GemmName((kind, kind), _plain((kind, kind), blocks), None, "DeepGEMM name")
 
 
-# --- C++ templates whose arguments name the element type -----------------------------------------------------
+# --- C++ templates whose arguments name the element type ----------------------------------------------------
 
 _C_TYPES = {"__nv_bfloat16": "bf16", "c10::BFloat16": "bf16", "cutlass::bfloat16_t": "bf16", "__half": "fp16",
             "c10::Half": "fp16", "cutlass::half_t": "fp16", "float": "fp32", "double": "fp64"}  # fmt: skip
@@ -312,7 +313,7 @@ _C_TYPE = "|".join(map(re.escape, _C_TYPES))
 _TYPED_TEMPLATE = re.compile(
     r"gemv|gemmk1_kernel|gemmSN_|(?<![a-z])dot_kernel|router_gemm_kernel|gemmEx_kernel"
 )
-# A vector path's parameter block names A first. The plain template arguments come second: for `dot_kernel` they
+# A vector path's parameter block names A first. The plain template arguments come second, for `dot_kernel`'s
 # start with the accumulator.
 _C_ELEMENT = (
     re.compile(rf"cublasGemvTensor\w*<({_C_TYPE})>"),
@@ -332,7 +333,7 @@ def _typed_template(name: str) -> GemmName | None:
     return GemmName(None, None, None, "matrix-vector kernel that names no element type")
 
 
-# --- What belongs to a GEMM, and what only says "GEMM" -------------------------------------------------------
+# --- What belongs to a GEMM, and what only says "GEMM" ------------------------------------------------------
 
 _HELPER = re.compile(
     r"splitK_?reduce|ReduceSplitK|reduce_1Block_kernel|cublasLt::|globalKernelBgrad", re.IGNORECASE
@@ -353,7 +354,7 @@ _NO_GEMM = re.compile(r"setup|prepare|workspace|fbgemm")
 
 
 def _says_gemm(name: str) -> GemmName | None:
-    """A function called gemm, or a CUTLASS template over one. Namespaces do not count (`fbgemm_gpu::`, `matmul_detail::`)."""
+    """A function called gemm, or a CUTLASS template over one. Namespaces (`fbgemm_gpu::`) do not count."""
     function = function_of(name)
     if _NO_GEMM.search(function):
         return None
@@ -371,14 +372,14 @@ def function_of(name: str) -> str:
 DECODERS: tuple[Callable[[str], GemmName | None], ...] = (
     _helper, _nvjet, _xmma, _cutlass3, _trtllm, _cute_dsl, _deep_gemm, _typed_template, _cutlass2, _says_gemm,
 )  # fmt: skip
-"""Tried in order. The helpers come first, for their template arguments may name a GEMM; the vaguest comes last."""
+"""Tried in order: helpers first, for their template arguments may name a GEMM; the vaguest last."""
 
 
 def decode(name: str) -> GemmName | None:
     """What a GEMM kernel's name says, or None for a name of no GEMM. Raises nothing.
 
-    `name` is in the normal spelling of `kernels.normalise`. The caller must have taken out first what only looks
-    like a GEMM: communication, attention and TE's `*_rht_gemm_device` kernels, which are Hadamard transforms.
+    `name` is in the normal spelling of `kernels.normalise`. The caller must have taken out first what only
+    looks like a GEMM: communication, attention and TE's `*_rht_gemm_device`, which are Hadamard transforms.
     """
     for decoder in DECODERS:
         found = decoder(name)
@@ -388,7 +389,7 @@ def decode(name: str) -> GemmName | None:
 
 
 def _without_scale_type(found: GemmName, name: str) -> GemmName:
-    """UE4M3 is the type of NVFP4's scales: an FP8 operand beside it is a contradiction, so its scaling is not known."""
+    """UE4M3 is the type of NVFP4's scales: beside an FP8 operand it makes the scaling unknown."""
     if "ue4m3" in name.lower() and found.operands and not {"e4m3", "e5m2"}.isdisjoint(found.operands):
         return replace(
             found, scaling=None, rule=f"{found.rule}; UE4M3 beside an FP8 operand is not understood"

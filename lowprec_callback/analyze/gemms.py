@@ -1,11 +1,11 @@
 """From benchmarked shapes to what all linear-layer GEMMs of one step would take.
 
-    T(recipe, mode) = sum over GEMMs g of the step:  calls_g  x  median(samples of g's shape, role and family)   [ms]
+    T(recipe, mode) = sum over GEMMs g of a step: calls_g x median(samples of g's shape, role, family)   [ms]
 
-`mode` is kernel (operands already quantized) or autocast (with the quantization that training does). A GEMM that
-no recipe can reach (a plain `nn.Linear` beside Transformer Engine) runs the same in every recipe, so it enters every
-recipe's sum with the baseline's time. A sum with a missing term is missing, and names the term.
-"""
+`mode` is kernel (operands already quantized) or autocast (with the quantization that training does). A GEMM
+that no recipe can reach (a plain `nn.Linear` beside Transformer Engine) runs the same in every recipe, so
+it enters every recipe's sum with the baseline's time. A sum with a missing term is missing, and names the
+term."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ class GemmTotals:
     kernel: Figure
     autocast: Figure
     launch_bound: int
-    """How many of the step's calls were timed shorter than their launch, so that their kernel-only time is the host's."""
+    """How many of the step's calls take the host longer to launch than the GPU to run (kernel-only)."""
     calls: int
 
+
+PLAIN = "nn.Linear"
+"""The family of a linear layer outside Transformer Engine; the TE classes share one GEMM for each shape."""
 
 Key = tuple[str, Role, int, int, int, Mode]
 
@@ -57,13 +60,16 @@ class Benchmark:
         return any(key[0] == recipe for key in self._found)
 
     def launch_bound(self, recipe: str, gemm: Gemm, mode: Mode) -> bool:
-        """Whether the timing that `figure` uses is the host's launch time rather than the GPU's."""
+        """Whether one call of this GEMM takes the host longer to launch than the GPU to run."""
         return any(time.launch_bound for _, time in self._of(recipe, gemm, mode))
 
     def figure(self, recipe: str, gemm: Gemm, mode: Mode) -> Figure:
         """Milliseconds of one call of this GEMM: the median of its samples; or why there is none."""
         where = f"{recipe}, {gemm.role}, {gemm.m}x{gemm.k}x{gemm.n}, {mode}"
-        key = ((recipe, gemm.role, gemm.m, gemm.k, gemm.n, mode), gemm.family if gemm.groups == 1 else "grouped")
+        key = (
+            (recipe, gemm.role, gemm.m, gemm.k, gemm.n, mode),
+            gemm.family if gemm.groups == 1 else "grouped",
+        )
         if key not in self._figures:
             self._figures[key] = self._figure(self._of(recipe, gemm, mode), where, gemm)
         return self._figures[key]
@@ -73,13 +79,16 @@ class Benchmark:
         every = self._found.get((recipe, gemm.role, gemm.m, gemm.k, gemm.n, mode), [])
         same = [(line, time) for line, time in every if time.family == gemm.family]
         # A grouped call is many small GEMMs: the time of one large GEMM is not its time.
-        return same if same or gemm.groups > 1 else every
+        if same or gemm.groups > 1:
+            return same
+        plain = gemm.family == PLAIN
+        return [(line, time) for line, time in every if (time.family == PLAIN) == plain] or every
 
     @staticmethod
     def _figure(found: Sequence[tuple[int, GemmTime]], where: str, gemm: Gemm) -> Figure:
-        timed = [(line, time) for line, time in found if time.samples_ms]
-        if timed:
-            samples = [sample for _, time in timed for sample in time.samples_ms]
+        timed = [(line, time) for line, time in found if time.samples_ms and not time.failure]
+        samples = [sample for _, time in timed for sample in time.samples_ms if math.isfinite(sample)]
+        if samples:
             estimate = median_interval({0: samples}, resamples=1000)
             return Figure(
                 estimate.value,
@@ -156,7 +165,7 @@ def _sum(terms: Sequence[tuple[Figure, int]], facts: tuple[str, ...]) -> Figure:
 
 
 def speedup(baseline: Figure, recipe: Figure) -> Figure:
-    """s = baseline / recipe [1]; relative half-widths add in quadrature, the two sides taken as independent."""
+    """s = baseline / recipe [1]; relative half-widths add in quadrature (independent sides)."""
     for side in (baseline, recipe):
         if side.value is None:
             return Figure.missing("x", side.reason or "missing")
@@ -178,9 +187,9 @@ def amdahl(wall: Figure, gemm_in_step: Figure, kernel_speedup: Figure) -> Figure
 
         S = wall / (wall - G + G / s)
 
-    wall: the baseline's timed step [ms]; G: GEMM kernels in the baseline's step, from its ledger [ms];
-    s: kernel-only speedup of the benchmark's totals [1]. CodonFM 5B on an H200: wall 819.2, G 666.9, s 1.92 -> 1.64.
-    The interval is that of s carried through (S grows with s); the spread of wall and G is left out.
+    wall: the baseline's timed step [ms]; G: GEMM kernels in the baseline's step, from its ledger [ms]; s:
+    kernel-only speedup of the benchmark's totals [1]. CodonFM 5B on an H200: wall 819.2, G 666.9, s 1.92 ->
+    1.64. The interval is that of s carried through (S grows with s); the spread of wall and G is left out.
     """
     parts = (wall, gemm_in_step, kernel_speedup)
     for part in parts:

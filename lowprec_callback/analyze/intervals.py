@@ -22,7 +22,8 @@ def union_length(start: ArrayLike, end: ArrayLike) -> float:
 def split_by_priority(
     start: ArrayLike, end: ArrayLike, rank: ArrayLike | Sequence[int], n_ranks: int
 ) -> NDArray[np.float64]:
-    """Length of the union, split by category: element r is the time in which rank r ran and no lower rank did.
+    """Length of the union, split by category: element r is the time in which rank r ran and no lower rank
+    did.
 
     Rank 0 has the highest priority. A sweep over all boundaries in time order cuts the axis into segments;
     open[r] counts the intervals of rank r that cover a segment, and a segment belongs to the lowest r with

@@ -4,31 +4,33 @@
 
 The order of the rules is the point, because names mislead:
 
-| name contains                       | looks like      | is                                                     |
-|-------------------------------------|-----------------|--------------------------------------------------------|
-| `row_col_rht_gemm_device`           | a GEMM          | Hadamard transform and FP4 cast: quantization          |
-| `..._Avec16UE4M3_...`               | an FP8 operand  | the type of NVFP4's scales                             |
-| `ncclDevKernel_..._f8e4m3`          | an FP8 GEMM     | the payload of a collective                            |
-| `cutlass::device_kernel<flash::...` | a CUTLASS GEMM  | FlashAttention-3                                       |
-| `matmul_fp8_detail::cast_...`       | a GEMM          | a cast: only the function's own name counts            |
-| `multi_tensor_apply_kernel<...`     | the optimizer   | that, or TE's scale update: the functor decides        |
-| `unary_kernel<..., identity, ...`   | an activation   | a cast; with `gelu` it is the activation               |
+| name contains                       | looks like      | is                                                |
+|-------------------------------------|-----------------|---------------------------------------------------|
+| `row_col_rht_gemm_device`           | a GEMM          | Hadamard transform and FP4 cast: quantization     |
+| `..._Avec16UE4M3_...`               | an FP8 operand  | the type of NVFP4's scales                        |
+| `ncclDevKernel_..._f8e4m3`          | an FP8 GEMM     | the payload of a collective                       |
+| `cutlass::device_kernel<flash::...` | a CUTLASS GEMM  | FlashAttention-3                                  |
+| `matmul_fp8_detail::cast_...`       | a GEMM          | a cast: only the function's own name counts       |
+| `multi_tensor_apply_kernel<...`     | the optimizer   | that, or TE's scale update: the functor decides   |
+| `unary_kernel<..., identity, ...`   | an activation   | a cast; with `gelu` it is the activation          |
 
-So the rules run: Hadamard, communication, attention, optimizer, scale, norm, fused activation, amax, quantize,
-loss, GEMM (`gemm_names`), then what is left. Each is a row of `BEFORE_GEMM` or `AFTER_GEMM`, with its reason.
+So the rules run: Hadamard, communication, attention, optimizer, scale, norm, fused activation, amax,
+quantize, loss, GEMM (`gemm_names`), then what is left. Each is a row of `BEFORE_GEMM` or `AFTER_GEMM`, with
+its reason.
 
 Work that a recipe fuses into another kernel stays where the baseline has it, so that two ledgers compare like
-with like: a norm that also casts is `norm`, a GELU that also casts is `activation`. One kernel escapes this.
-Transformer Engine's (TE) delayed scaling runs `cast_transpose_fusion_kernel_optimized(CTDBiasDActParam<...>)`,
-compiled at run time under one name with and without the GELU gradient in it (seen on an H200: two launches a
-layer, one of each kind). That name holds no activation, so it is `quantize`, and under delayed scaling the
-bucket `activation` lacks the GELU gradient. The variant compiled ahead of time names its functor, and is
-`activation` when it has one.
+with like: a norm that also casts is `norm`, a GELU that also casts is `activation`. One kernel escapes this:
+`cast_transpose_fusion_kernel_optimized(CTDBiasDActParam<...>)`, which Transformer Engine (TE) runs under
+delayed scaling. It is compiled at run time under one name, with and without the GELU gradient in it (on an
+H200: two launches a layer, of which the MLP's carries the gradient). That name holds no activation functor,
+so it is `quantize`, and under delayed scaling the bucket `activation` lacks the GELU gradient. The variant
+compiled ahead of time, `cast_transpose_fused_kernel_notaligned`, names its functor, and is `activation` when
+it has one.
 
 `amax` is finding a maximum; `scale` is computing, updating or reordering scale factors, also from an amax.
 
-Sources: kernels of Transformer Engine 2.20; symbols of the torch, cuBLAS, NCCL and TE wheels; public profiles;
-profiles of TE's recipes on an H200.
+Sources: TE 2.20's kernels; symbols of the torch, cuBLAS, NCCL and TE wheels; public profiles; profiles of
+TE's recipes on an H200.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class KernelClass:
     bucket: str
     """One of `report.BUCKETS`."""
     operands: tuple[str, str] | None
-    """GEMMs: formats of (A, B), such as ("e4m3", "e5m2"). None when the name does not say, and for all else."""
+    """GEMMs: formats of (A, B), such as ("e4m3", "e5m2"). None when the name does not say, and else."""
     scaling: str | None
     """GEMMs: none, tensor, outer-vec, block-128, mx-32, nvfp4-16. None when the name does not say."""
     layout: str | None
@@ -56,7 +58,8 @@ class KernelClass:
     rule: str
     """Which rule decided, in words."""
     gemm_helper: bool = False
-    """It finishes the GEMM before it (split-K sum, bias gradient), and carries no precision of its own."""
+    """Part of a GEMM, but no product and of no precision: a split-K sum or a bias gradient after it, or on a
+    CPU an operator that calls the one that multiplies (`aten::linear`, `AddmmBackward0`)."""
     alarms: tuple[str, ...] = ()
     """Slow or emulated paths that the name gives away."""
 
@@ -88,7 +91,7 @@ class Rule:
     pattern: re.Pattern[str]
     why: str
     where: Literal["name", "function"]
-    """`function` leaves out namespaces, template arguments and parameters, which often name something else."""
+    """`function` leaves out namespaces, template arguments and parameters, which may name something else."""
     alarms: tuple[str, ...] = ()
 
 
@@ -101,7 +104,6 @@ def _function(bucket: str, pattern: str, why: str) -> Rule:
 
 
 BEFORE_GEMM: tuple[Rule, ...] = (
-    _name("hadamard", r"rht_gemm_device", "TE's random Hadamard transform fused with the FP4 cast; no GEMM"),
     _name(
         "hadamard", r"HadamardTransformKernel", "TE's Hadamard transform on its own", "nvfp4-unfused-hadamard"
     ),
@@ -207,8 +209,8 @@ AFTER_GEMM: tuple[Rule, ...] = (
     ),
     _name(
         "activation",
-        r"(?i)gelu|silu|swiglu|[^a-z]glu_|_?relu|[^a-z]s?elu_kernel|sigmoid|tanh|hardswish|mish_kernel|softplus"
-        r"|threshold_kernel|act_and_mul",
+        r"(?i)gelu|silu|swiglu|[^a-z]glu_|_?relu|[^a-z]s?elu_kernel|sigmoid|tanh|hardswish|mish_kernel"
+        r"|softplus|threshold_kernel|act_and_mul",
         "an activation function in the name",
     ),
     _name(
@@ -218,8 +220,8 @@ AFTER_GEMM: tuple[Rule, ...] = (
     ),
     _name(
         "elementwise",
-        r"index\w*(?:Large|Small)Index|gather|scatter|embedding_backward_feature|compute_grad_weight|krn_partial"
-        r"|compute_num_of_partial",
+        r"index\w*(?:Large|Small)Index|gather|scatter|embedding_backward_feature|compute_grad_weight"
+        r"|krn_partial|compute_num_of_partial",
         "indexing; an embedding is that, forward and backward",
     ),
     _name(
@@ -229,7 +231,8 @@ AFTER_GEMM: tuple[Rule, ...] = (
     ),
     _name(
         "elementwise",
-        r"dropout|bias_add|padding_kernel|(?:^|[_:])(?:un)?permute_kernel|sort_chunks|_copy_page|(?:max|avg)_pool",
+        r"dropout|bias_add|padding_kernel|(?:^|[_:])(?:un)?permute_kernel|sort_chunks|_copy_page"
+        r"|(?:max|avg)_pool",
         "element by element",
     ),
 )
@@ -245,7 +248,7 @@ INDUCTOR: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("amax", re.compile(r"^(?!.*exp).*(?:^|_)amax(?:_|$)")),
     ("copy", re.compile(r"_?(?:to_copy|clone|copy)_?$")),
 )
-"""What a kernel of TorchInductor mainly does, by the operations that its name lists; else it is `elementwise`."""
+"""What a TorchInductor kernel mainly does, by the operations in its name; else it is `elementwise`."""
 
 _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^void |^std::enable_if<.*?>::type "), ""),
@@ -281,9 +284,11 @@ def classify(name: str) -> KernelClass:
     Names of framework operators and ranges (what a CPU trace holds) are understood too; see `operator_names`.
     It never guesses: a name that says nothing is `other`, and a GEMM that hides its types has operands None.
     """
+    if "rht_gemm_device" in name:
+        # Before all else: every other rule could take its `gemm` at its word.
+        return _class("hadamard", "TE's random Hadamard transform fused with the FP4 cast; no GEMM")
     if operator_names.is_operator(name):
-        what = operator_names.operation(name)
-        return _class(operator_names.bucket(name), f"framework operator or range: {what!r}")
+        return _operator(name)
     plain = normalise(name)
     function = gemm_names.function_of(plain)
     inductor = _INDUCTOR.fullmatch(function)
@@ -296,6 +301,13 @@ def classify(name: str) -> KernelClass:
     if gemm:
         return KernelClass("gemm", gemm.operands, gemm.scaling, gemm.layout, gemm.rule, gemm.helper)
     return _first(AFTER_GEMM, plain, function) or _class("other", "no rule knows this name")
+
+
+def _operator(name: str) -> KernelClass:
+    bucket, what = operator_names.bucket(name), operator_names.operation(name)
+    rule = f"framework operator or range: {what!r}"
+    helper = bucket == "gemm" and operator_names.is_wrapper(name)
+    return KernelClass(bucket, None, None, None, rule, gemm_helper=helper)
 
 
 def _first(rules: tuple[Rule, ...], name: str, function: str) -> KernelClass | None:
@@ -315,10 +327,10 @@ def _inductor(operations: str) -> KernelClass:
 
 _BATCHED = frozenset({"bmm", "baddbmm", "addbmm"})
 _ATTENTION_OP = re.compile(r"(?i)attention|attn|sdpa|scaled_dot_product")
-# The innermost module must itself be the attention: `self_attention.proj` is a linear layer, GPT-2's `c_attn` too.
+# The innermost module must itself be the attention: `attention.proj` is a linear layer, GPT-2's `c_attn` too.
 _ATTENTION_MODULE = re.compile(r"(?i)(?!c_attn$)\w*(?:attention|attn|sdpa|mha)(?:_\d+)?")
 _REFINABLE = frozenset({"elementwise", "copy", "loss", "other"})
-"""Kernels that serve any purpose, so that the place of launch decides. All others keep their bucket everywhere."""
+"""Kernels that serve any purpose, so that the place of launch decides. All others keep their bucket."""
 
 
 @lru_cache(maxsize=65536)
@@ -328,10 +340,10 @@ def bucket_in_context(name: str, *, op: str = "", module: str = "", role: str = 
     - A GEMM with a `role` is a linear layer's. Without one it is `attention` if it is a batched product
       (`aten::bmm`, `aten::baddbmm`) or was launched by an attention operator or module, and `optimizer` in
       that phase (Muon).
-    - A softmax, copy or elementwise kernel launched by an attention operator or module is `attention`; under a
-      loss operator it is `loss`; in the optimizer's phase it is `optimizer`.
-    - A kernel whose name says nothing takes the bucket of the operator that launched it, unless that is a GEMM:
-      a library's unnamed helper must not be counted as a product.
+    - A softmax, copy or elementwise kernel launched by an attention operator or module is `attention`; under
+      a loss operator it is `loss`; in the optimizer's phase it is `optimizer`.
+    - A kernel whose name says nothing takes the bucket of the operator that launched it, unless that is a
+      GEMM: a library's unnamed helper must not be counted as a product.
 
     It changes nothing of what `classify` says about precision. Raises nothing.
     """

@@ -2,10 +2,10 @@
 
     wall = sum of buckets + idle + residual                      [ms, exact by construction]
 
-`wall` comes from timed steps, with nothing attached; the buckets come from traced steps. On a GPU, tracing slows
-the host but not the kernels, so the two can be put together. On a CPU the "kernels" are the host's own operators,
-which tracing does stretch; there the split of the traced step is scaled to the timed one, and says so.
-"""
+`wall` comes from timed steps, with nothing attached; the buckets come from traced steps. On a GPU, tracing
+slows the host but not the kernels, so the two can be put together. On a CPU the "kernels" are the host's
+own operators, which tracing does stretch; there the split of the traced step is scaled to the timed one,
+and says so."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PRIORITY = (
     "copy",
     "communication",
 )
-"""Who owns an instant in which several kernels run. Copies and communication come last: what computation hides
-costs the step nothing, and only exposed communication is booked as such."""
+"""Who owns an instant in which several kernels run. Copies and communication come last: what computation
+hides costs the step nothing, and only exposed communication is booked as such."""
 
 _RANK = {bucket: rank for rank, bucket in enumerate(PRIORITY)}
 assert set(PRIORITY) == set(BUCKETS)
@@ -54,10 +54,10 @@ assert set(PRIORITY) == set(BUCKETS)
 def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[Ledger | None, str | None]:
     """The ledger of one recipe's step, or None and the reason why there is none.
 
-    For each traced step i the kernels' union is split by priority into buckets b_i,k [ms]; a bucket is the mean over
-    the traced steps, so that busy = sum of buckets holds exactly (medians would not add up):
+    For each traced step i the kernels' union is split by priority into buckets b_i,k [ms]; a bucket is the
+    mean over the traced steps, so that busy = sum of buckets holds exactly (medians would not add up):
 
-        bucket_k = mean_i b_i,k         busy = sum_k bucket_k         traced idle = mean_i(traced wall_i) - busy
+        bucket_k = mean_i b_i,k      busy = sum_k bucket_k      traced idle = mean_i(traced wall_i) - busy
 
     On a GPU the traced idle is an upper bound, because tracing only makes the host slower:
 
@@ -66,8 +66,8 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
     A negative residual: the kernels took longer while traced than the whole timed step. A positive one: time
     that neither kernels nor idle of the traced step account for, such as kernels that the tracer lost.
 
-    On a CPU everything is scaled by f = wall / mean_i(traced wall_i): bucket_k = f mean_i b_i,k, idle = f traced idle
-    (time in no operator: Python and the framework), and the residual is zero by construction.
+    On a CPU everything is scaled by f = wall / mean_i(traced wall_i): bucket_k = f mean_i b_i,k, idle = f
+    traced idle (time in no operator: Python and the framework), and the residual is zero by construction.
     """
     if wall.value is None:
         return None, f"no step time to split: {wall.reason}"
@@ -93,9 +93,9 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
     note = None
     if on_cpu:
         note = (
-            f"On a CPU tracing stretches the operators themselves: the traced step took {traced_ms:.1f} ms, the timed "
-            f"one {wall.value:.1f} ms, so every part of the traced step is scaled by {scale:.3f}. The shares are "
-            f"measured, the milliseconds estimated. Idle is time in no operator: Python and the framework."
+            f"On a CPU tracing stretches the operators themselves: the traced step took {traced_ms:.1f} ms, "
+            f"the timed one {wall.value:.1f} ms. So every part of the traced step is scaled by {scale:.3f}: "
+            f"shares are measured, milliseconds estimated. Idle is time in no operator (Python, framework)."
         )
     both = (*facts, *wall.facts)
     return (
@@ -132,8 +132,8 @@ def _missing_gemms(views: Sequence[TraceView], on_cpu: bool) -> list[str]:
         if found < view.expected_gemms:
             what = "operators" if on_cpu else "kernels"
             complaints.append(
-                f"a traced step (line {view.line}) shows {found} linear-layer GEMM {what}, but {view.expected_gemms} "
-                f"GEMM calls were counted in it: the tracer lost {what}, or they are not recognised"
+                f"a traced step (line {view.line}) shows {found} linear-layer GEMM {what}, but "
+                f"{view.expected_gemms} calls were counted in it: {what} were lost, or not recognised"
             )
     return complaints
 
@@ -147,11 +147,12 @@ def _too_much(residual: float, other: float, wall: float) -> list[str]:
             else "neither kernels nor idle of the traced step account for it"
         )
         complaints.append(
-            f"the residual is {residual:+.2f} ms, {abs(residual) / wall:.1%} of the step (limit {RESIDUAL_LIMIT:.0%}): {side}"
+            f"the residual is {residual:+.2f} ms, {abs(residual) / wall:.1%} of the step "
+            f"(limit {RESIDUAL_LIMIT:.0%}): {side}"
         )
     if other > OTHER_LIMIT * wall:
         complaints.append(
-            f"kernels of unknown kind take {other:.2f} ms, {other / wall:.1%} of the step (limit {OTHER_LIMIT:.0%})"
+            f"unknown work takes {other:.2f} ms, {other / wall:.1%} of the step (limit {OTHER_LIMIT:.0%})"
         )
     return complaints
 

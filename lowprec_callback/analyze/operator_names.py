@@ -6,7 +6,7 @@ Three spellings name the same operator:
     NativeLayerNormBackward0                                  its node in the autograd graph
     autograd::engine::evaluate_function: NativeLayerNormBackward0   the engine around the node
 
-`operation` reduces all three to `native_layer_norm`, and `bucket` looks that up. Operators never say a precision.
+`operation` reduces all three to `native_layer_norm`, and `bucket` looks that up. None says a precision.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _RANGES = re.compile(
 OPERATORS: tuple[tuple[str, str], ...] = (
     ("optimizer", r"_?fused_(?:adamw?|sgd|adagrad)|_?foreach_\w+|_?amp_\w+"),
     ("loss", r"nll_loss\w*|\w*cross_entropy\w*|log_softmax|\w+_loss|kl_div"),
-    # torch's losses call log_softmax. A plain softmax in a training step is attention's, or at worst a router's.
+    # torch's losses call log_softmax; a plain softmax in training is attention's, or at worst a router's.
     ("attention", r"\w*(?:scaled_dot_product|attention|softmax)\w*"),
     (
         "gemm",
         r"addmm\w*|b?mm|baddbmm|addbmm|matmul|(?:mkldnn_|mkl_)?linear(?:_pointwise)?|addmv|mv|v?dot|addr"
         r"|(?:scaled|int|grouped|scaled_grouped)_mm",
     ),
-    ("norm", r"\w*(?:layer|rms|batch|group|instance)_norm\w*"),
+    ("norm", r"\w*(?:layer|rms|batch|group|instance)_norm"),
     (
         "activation",
         r"\w*gelu|silu|relu6?|leaky_relu|s?elu|celu|prelu|glu|sigmoid|tanh|threshold|mish|softplus"
@@ -45,12 +45,12 @@ OPERATORS: tuple[tuple[str, str], ...] = (
     ("copy", r"to_copy|to|copy|copy_from|clone|contiguous|to_mkldnn|to_dense|reorder\w*|type_as"),
     (
         "elementwise",
-        r"add|sub|rsub|mul|div|neg|abs|sign|exp|expm1|log|log1p|log2|pow|sqrt|rsqrt|reciprocal|square|erf|sin|cos"
-        r"|clamp\w*|maximum|minimum|fmod|remainder|floor\w*|ceil|round|lerp|addcmul|addcdiv|isnan|isfinite"
+        r"add|sub|rsub|mul|div|neg|abs|sign|exp|expm1|log|log1p|log2|pow|sqrt|rsqrt|reciprocal|square|erf"
+        r"|sin|cos|clamp\w*|maximum|minimum|fmod|remainder|floor\w*|ceil|round|lerp|addcmul|addcdiv|isnan|isfinite"
         r"|nan_to_num|where|masked_fill|fill|zero|zeros\w*|ones\w*|full\w*|arange|linspace|eq|ne|lt|le|gt|ge"
-        r"|logical_\w+|bitwise_\w+|and|or|xor|sum|mean|var|var_mean|std|norm|linalg_vector_norm|max|min|amax|amin"
-        r"|aminmax|argmax|argmin|all|any|cumsum|cumprod|prod|cat|stack|index\w*|gather|scatter\w*|embedding\w*"
-        r"|one_hot|tril|triu|dropout|native_dropout|bernoulli|rand\w*|normal|uniform|exponential|multinomial"
+        r"|logical_\w+|bitwise_\w+|and|or|xor|sum|mean|var|var_mean|std|norm|linalg_vector_norm|max|min|amax"
+        r"|amin|aminmax|argmax|argmin|all|any|cumsum|cumprod|prod|cat|stack|index\w*|gather|scatter\w*"
+        r"|embedding\w*|one_hot|tril|triu|dropout|native_dropout|bernoulli|rand\w*|normal|uniform|exponential|multinomial"
         r"|repeat\w*|flip|roll|pad|constant_pad_nd",
     ),
 )
@@ -72,7 +72,7 @@ def is_operator(name: str) -> bool:
 
 
 def operation(name: str) -> str:
-    """The operation behind a name: `aten::_log_softmax_backward_data` and `LogSoftmaxBackward0` are `log_softmax`."""
+    """The operation behind a name: `LogSoftmaxBackward0` and `aten::_log_softmax` are both `log_softmax`."""
     name = name.removeprefix(_ENGINE)
     node = _NODE.fullmatch(name)
     if node:
@@ -82,6 +82,12 @@ def operation(name: str) -> str:
         match = _OPERATOR.fullmatch(name)
         name = match[1] if match else name
     return _DIRECTION.sub("", name.strip("_")).strip("_")
+
+
+def is_wrapper(name: str) -> bool:
+    """Whether an operator leaves the work to others that it calls, so that its own time is only overhead."""
+    node = name.startswith(_ENGINE) or _NODE.fullmatch(name) is not None
+    return node or operation(name) in ("linear", "matmul")
 
 
 @cache

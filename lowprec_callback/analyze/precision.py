@@ -20,7 +20,17 @@ BITS = {
 }
 """Bits of one operand element by precision; more bits than asked is a fallback."""
 
-_FORMAT_BITS = {"e2m1": 4, "e4m3": 8, "e5m2": 8, "int8": 8, "bf16": 16, "fp16": 16, "tf32": 19, "fp32": 32, "fp64": 64}
+_FORMAT_BITS = {
+    "e2m1": 4,
+    "e4m3": 8,
+    "e5m2": 8,
+    "int8": 8,
+    "bf16": 16,
+    "fp16": 16,
+    "tf32": 19,
+    "fp32": 32,
+    "fp64": 64,
+}
 
 _BY_SCALING = {"block-128": "fp8-block", "mx-32": "mxfp8", "nvfp4-16": "nvfp4"}
 
@@ -65,7 +75,8 @@ class Operands:
 
     @property
     def precision(self) -> str:
-        """The precision of the product, in the words of `kernels.KernelClass.precision`; `unknown` if a format is.
+        """The precision of the product, in the words of `kernels.KernelClass.precision`; `unknown` if a
+        format is.
 
         Operands of different kinds multiply in the wider one: a library has to widen the other first.
         """
@@ -105,7 +116,7 @@ def _precision(form: str, scaling: str) -> str:
 
 
 def same(asked: Operands, ran: Operands) -> bool:
-    """Whether formats and scalings are those asked for. `tensor` (which kind is not known) matches either kind."""
+    """Whether formats and scalings are those asked for. `tensor` (delayed or current) matches either."""
     return asked.formats == ran.formats and all(
         have == want or (have == "tensor" and want.startswith("tensor-"))
         for want, have in zip(asked.scalings, ran.scalings, strict=True)
@@ -113,6 +124,6 @@ def same(asked: Operands, ran: Operands) -> bool:
 
 
 def kernel_fits(operands: Operands, precision: str) -> bool:
-    """Whether a kernel of this precision can have multiplied these operands. TF32 is a way to multiply FP32."""
+    """Whether a kernel of this precision can have multiplied these operands. TF32 multiplies FP32."""
     expected = operands.precision
     return precision == expected or (expected == "fp32" and precision == "tf32")

@@ -2,10 +2,10 @@
 
 Step times come in blocks (rounds). Samples of one block share a clock frequency, a temperature and a memory
 layout, so they are not independent, and an interval that takes them as independent is too narrow. The
-intervals here resample blocks first and samples within them second (a hierarchical bootstrap: Davison and Hinkley,
-"Bootstrap Methods and their Application", 1997, section 3.8; for benchmarks: Kalibera and Jones, "Rigorous
-benchmarking in reasonable time", 2013). With one block only its samples are resampled; such an interval says
-nothing about how the next block would differ, and `Estimate.n_rounds` is then 1.
+intervals here resample blocks first and samples within them second (a hierarchical bootstrap: Davison and
+Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8; for benchmarks: Kalibera and Jones,
+"Rigorous benchmarking in reasonable time", 2013). With one block only its samples are resampled; such an
+interval says nothing about how the next block would differ, and `Estimate.n_rounds` is then 1.
 
 Everything is deterministic: the resampling is drawn from a generator with a fixed seed.
 """
@@ -71,9 +71,9 @@ def ratio(baseline: Rounds, recipe: Rounds, resamples: int = RESAMPLES) -> Estim
     """Speedup s = median(baseline) / median(recipe) [1], with its 95% interval, paired by round.
 
     Drift hits neighbouring blocks alike, so a resample draws the *same* rounds on both sides and what they
-    share cancels. Otherwise as `median_interval`, on log s: both ends of the interval stay above zero, and 2x faster
-    and 2x slower are equally far from 1. Without two rounds in common, all samples of each side are resampled
-    as one block.
+    share cancels. Otherwise as `median_interval`, on log s: both ends of the interval stay above zero, and
+    2x faster and 2x slower are equally far from 1. Without two rounds in common, all samples of each side
+    are resampled as one block.
 
     Raises ValueError if a side has no sample, or one that is not positive.
     """
@@ -96,10 +96,7 @@ def ratio(baseline: Rounds, recipe: Rounds, resamples: int = RESAMPLES) -> Estim
     low, high = _quantiles(drawn)
     c = stretch(
         [math.log(float(np.median(a))) - math.log(float(np.median(b))) for a, b in zip(top, bottom, strict=True)],
-        [
-            _median_variance(np.log(a), rng) + _median_variance(np.log(b), rng)
-            for a, b in zip(top, bottom, strict=True)
-        ],
+        [_median_variance(np.log(a), rng) + _median_variance(np.log(b), rng) for a, b in zip(top, bottom, strict=True)],
     )
     below, above = c * max(log_value - low, 0.0), c * max(high - log_value, 0.0)
     return Estimate(math.exp(log_value), math.exp(log_value - below), math.exp(log_value + above), n, len(top))
@@ -108,19 +105,18 @@ def ratio(baseline: Rounds, recipe: Rounds, resamples: int = RESAMPLES) -> Estim
 def stretch(block_medians: Sequence[float], within_variances: Sequence[float]) -> float:
     """By how much a bootstrap over R rounds falls short when R is small [1].
 
-    With s2 the variance of the R block medians and v the mean of their sampling variances within a block, the share
-    of the rounds' scatter that the samples do not explain is
+    With s2 the variance of the R block medians and v the mean of their sampling variances within a block,
+    the share of the rounds' scatter that the samples do not explain is
 
         rho = max(0, 1 - v / s2).
 
-    For that share, R rounds drawn from R understate the variance by (R-1)/R, and a normal quantile z takes the
-    place of Student's t with R-1 degrees of freedom. Both are repaired in proportion to rho:
+    For that share, R rounds drawn from R understate the variance by (R-1)/R, and a normal quantile z takes
+    the place of Student's t with R-1 degrees of freedom. Both are repaired in proportion to rho:
 
         c = sqrt(1 + rho ((t/z)^2 R/(R-1) - 1)).
 
-    c is 1 for a single round and where rounds differ no more than their samples would make them. Two rounds that
-    disagree give c = 9: two rounds say very little about a third.
-    """
+    c is 1 for a single round and where rounds differ no more than their samples would make them. Two rounds
+    that disagree give c = 9: two rounds say very little about a third."""
     count = len(block_medians)
     if count < 2:
         return 1.0

@@ -47,6 +47,21 @@ class TraceView:
     """Line of the Recording."""
 
 
+def flaw(trace: Trace) -> str | None:
+    """Why a `Trace` cannot be read (unequal columns, an index out of range, a time that is no number)."""
+    columns = (trace.name, trace.duration_us, trace.module, trace.role, trace.op, trace.phase)
+    if any(len(column) != len(trace.start_us) for column in columns):
+        return "its columns have unequal lengths"
+    labels = (*trace.module, *trace.role, *trace.op, *trace.phase)
+    if any(not 0 <= index < len(trace.names) for index in trace.name):
+        return "it points to a name that it does not hold"
+    if any(not 0 <= index < len(trace.labels) for index in labels):
+        return "it points to a label that it does not hold"
+    if not np.isfinite([*trace.start_us, *trace.duration_us, trace.wall_ms]).all():
+        return "a time in it is not finite"
+    return None
+
+
 def view(trace: Trace, line: int = 0) -> TraceView:
     """Group and classify a `Trace`. Times become milliseconds."""
     start = np.asarray(trace.start_us, dtype=np.float64) / 1e3

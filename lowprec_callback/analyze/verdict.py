@@ -2,7 +2,7 @@
 
 Coverage is counted in FLOPs: a GEMM of M x K x N takes 2 M K N a call, and
 
-    coverage = sum of 2 M K N calls over confirmed rows / the same over all linear-layer GEMMs of the step   [1].
+    coverage = sum of 2 M K N calls over confirmed rows / the same over all linear-layer GEMMs of a step  [1].
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, shown
 from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.verdict_summary import summary
 from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place
 from lowprec_callback.recording import Card, Dispatch, Gemm
 from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
@@ -60,12 +60,14 @@ def verdict(
     for gemm in captured:
         place = (gemm.module, gemm.role)
         outcomes = witness.outcomes(gemm, only_shape=shapes[place] > 1)
-        found = _rows(gemm, outcomes, witness.steps, kernels.get(place), audit, gemm.module in quantized_forward)
-        for row, disagreement in found:
-            rows.append(_with_share(row, gemm, total))
+        sight = kernels.get(place) if audit.kernels_speak else None
+        clash = _clash(gemm, Operands.asked(audit.card, gemm.role), outcomes, sight)
+        if clash:
+            disagreements.append(clash)
+        seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward)
+        for finding in _findings(gemm, seen, audit):
+            rows.append(_row(gemm, finding, audit, total))
             reachable.append(gemm.quantizable)
-            if disagreement:
-                disagreements.append(disagreement)
     strangers = sorted({place for place in witness.found if place not in shapes})
     if strangers and captured:
         names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in strangers[:3])
@@ -73,74 +75,94 @@ def verdict(
         disagreements.append(f"GEMMs reached the library that the capture did not see: {names}{more}")
 
     facts = (*lines_of("gemm", (n for n, _ in gemms)), *lines_of("dispatch", (n for n, _ in dispatches)))
+    asked = Operands.asked(audit.card, "fprop")
     coverage, te_coverage = _coverage(rows, reachable, bool(dispatches or kernels), facts, audit.card.recipe)
     return Verdict(
         coverage=coverage,
         te_coverage=te_coverage,
         rows=tuple(rows),
-        summary=summary(rows, reachable, coverage, audit),
+        summary=summary(rows, reachable, coverage, shown(asked.precision), audit.te),
         disagreements=tuple(dict.fromkeys(disagreements)),
         slow_paths=slow_paths,
     )
 
 
 def flops(gemm: Gemm) -> float:
-    """2 M K N calls [FLOP]: the same for all three roles of a layer. M of a grouped call sums over its groups."""
+    """2 M K N calls [FLOP], the same for all three roles. M of a grouped call sums over its groups."""
     return 2.0 * gemm.m * gemm.k * gemm.n * gemm.calls
 
 
-def _with_share(row: tuple[VerdictRow, float], gemm: Gemm, total: float) -> VerdictRow:
-    made, part = row
-    share = part * flops(gemm) / total if total else 0.0
-    return VerdictRow(**{**made.__dict__, "share": share})
+@dataclass(frozen=True)
+class Seen:
+    """All that was seen of one GEMM."""
+
+    outcomes: Sequence[Outcome]
+    sight: KernelSight | None
+    steps: float
+    """Traced steps that `outcomes` cover."""
+    clash: bool
+    """Whether the witnesses contradict each other."""
+    quantized_forward: bool
+    """Whether the same module's forward GEMM ran quantized."""
 
 
-def _rows(
-    gemm: Gemm,
-    outcomes: Sequence[Outcome],
-    steps: float,
-    sight: KernelSight | None,
-    audit: Audit,
-    quantized_forward: bool,
-) -> list[tuple[tuple[VerdictRow, float], str | None]]:
-    """Rows of one GEMM as ((row, its part of the GEMM's calls), disagreement)."""
-    asked = Operands.asked(audit.card, gemm.role)
-    made: list[tuple[tuple[VerdictRow, float], str | None]] = []
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on a part of one GEMM's calls."""
 
-    def add(ran: str, word: VerdictWord, why: str, seen: dict[str, str], part: float, clash: str | None = None) -> None:
-        calls = round(gemm.calls * part)
-        row = VerdictRow(
-            gemm.module, gemm.role, gemm.m, gemm.k, gemm.n, calls, str(asked), ran, word, why, seen
-        )
-        made.append(((row, part), clash))
+    ran: str
+    word: VerdictWord
+    why: str
+    witnesses: dict[str, str]
+    part: float
+    """Share of the GEMM's calls."""
 
-    sight = sight if audit.kernels_speak else None
+
+def _row(gemm: Gemm, finding: Finding, audit: Audit, total: float) -> VerdictRow:
+    return VerdictRow(
+        module=gemm.module,
+        role=gemm.role,
+        m=gemm.m,
+        k=gemm.k,
+        n=gemm.n,
+        calls=round(gemm.calls * finding.part),
+        asked=str(Operands.asked(audit.card, gemm.role)),
+        ran=finding.ran,
+        verdict=finding.word,
+        why=finding.why,
+        witnesses=finding.witnesses,
+        share=finding.part * flops(gemm) / total if total else 0.0,
+    )
+
+
+def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
+    """One finding for each kind of operands that its calls got, and one for calls that were not seen."""
+    asked, sight = Operands.asked(audit.card, gemm.role), seen.sight
     kernels = {"kernels": str(sight)} if sight is not None and sight.known else {}
-    if not outcomes:
-        ran, word, why = _by_kernels_alone(gemm, asked, sight, audit)
-        add(ran, word, why, kernels, 1.0)
-        return made
+    if not seen.outcomes:
+        return [Finding(*_by_kernels_alone(gemm, asked, sight, audit), kernels, 1.0)]
 
-    due = max(gemm.calls * steps, float(sum(outcome.calls for outcome in outcomes)))
-    clash = _clash(gemm, asked, outcomes, sight)
+    watched = sum(outcome.calls for outcome in seen.outcomes)
+    due = max(gemm.calls * seen.steps, float(watched), 1.0)
     emulated = asked.precision == "fp8-block" and sight is not None and "mxfp8" in sight.known
-    for outcome in outcomes:
-        seen = {"operands": str(outcome.operands), **kernels}
-        part = outcome.calls / due
-        if clash:
-            add(str(outcome.operands), "unproven", "the witnesses disagree", seen, part, clash)
+    found: list[Finding] = []
+    word: VerdictWord
+    for outcome in seen.outcomes:
+        ran = str(outcome.operands)
+        if seen.clash:
+            word, why = "unproven", "the witnesses disagree"
         elif emulated and outcome.operands.precision == "fp8-block":
-            why = "block scaling was converted to MXFP8 before the product, and an MXFP8 kernel ran"
-            add(f"{outcome.operands}, as mxfp8", "emulated", why, seen, part)
+            ran += ", run as mxfp8"
+            word, why = "emulated", "block scales were converted before the product, and an MXFP8 kernel ran"
         else:
-            word, why = _judge(gemm, asked, outcome, audit, quantized_forward)
-            silent = "" if kernels else _silence(sight, audit)
-            add(str(outcome.operands), word, "; ".join(text for text in (why, silent) if text), seen, part)
-    unseen = 1.0 - math.fsum(outcome.calls for outcome in outcomes) / due
+            word, why = _judge(gemm, asked, outcome, audit, seen.quantized_forward)
+            why = "; ".join(text for text in (why, _tf32(sight) if kernels else _silence(sight, audit)) if text)
+        found.append(Finding(ran, word, why, {"operands": str(outcome.operands), **kernels}, outcome.calls / due))
+    unseen = 1.0 - watched / due
     if unseen > 1e-9:
         why = f"{unseen:.0%} of the calls reached no function that was watched"
-        add(UNKNOWN, "unproven", why, {}, unseen)
-    return made
+        found.append(Finding(UNKNOWN, "unproven", why, {}, unseen))
+    return found
 
 
 def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: KernelSight | None) -> str | None:
@@ -208,7 +230,11 @@ def _by_kernels_alone(
     if outside:
         return ran, "outside", f"no recipe reaches it ({gemm.family})"
     if UNKNOWN in sight.counts:
-        return f"{ran} and unknown", "unproven", "its operands were not seen, and not every kernel name is known"
+        return (
+            f"{ran} and unknown",
+            "unproven",
+            "its operands were not seen, and not every kernel name is known",
+        )
     strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
     if not strange:
         note = "; a kernel name does not tell delayed from current scaling" if asked.precision == "fp8" else ""
@@ -223,6 +249,10 @@ def _by_kernels_alone(
     return ran, "fallback", f"{_how_it_fell(asked.precision, worst, worst)} (by kernel names alone)"
 
 
+def _tf32(sight: KernelSight | None) -> str:
+    return "its kernels multiply in TF32" if sight is not None and "tf32" in sight.known else ""
+
+
 def _silence(sight: KernelSight | None, audit: Audit) -> str:
     """Why the kernels say nothing."""
     if not audit.kernels_speak:
@@ -233,7 +263,11 @@ def _silence(sight: KernelSight | None, audit: Audit) -> str:
 
 
 def _coverage(
-    rows: Sequence[VerdictRow], reachable: Sequence[bool], witnessed: bool, facts: tuple[str, ...], recipe: str
+    rows: Sequence[VerdictRow],
+    reachable: Sequence[bool],
+    witnessed: bool,
+    facts: tuple[str, ...],
+    recipe: str,
 ) -> tuple[Figure, Figure]:
     if not rows:
         missing = Figure.missing(SHARE, "no linear-layer GEMM was captured")
@@ -252,57 +286,3 @@ def _coverage(
 
 def _confirmed(rows: Iterable[VerdictRow]) -> list[float]:
     return [row.share for row in rows if row.verdict == "confirmed"]
-
-
-def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, audit: Audit) -> str:
-    """One sentence: all as asked, or how much was and what was not."""
-    if coverage.value is None:
-        return f"What ran is not known: {coverage.reason}."
-    inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
-    outside = [row for row in rows if row.verdict == "outside"]
-    tail = ""
-    if outside:
-        names = ", ".join(dict.fromkeys(operation(row.module) for row in outside))
-        tail = f" Outside ({math.fsum(row.share for row in outside):.1%} of linear FLOPs): {names}."
-    if inside and all(row.verdict == "confirmed" for row in inside):
-        precision = shown(Operands.asked(audit.card, "fprop").precision)
-        return f"All {'TE' if audit.te else 'linear'} GEMMs ran in {precision}: {_extent(inside)}.{tail}"
-    kinds: dict[str, list[VerdictRow]] = {}
-    for row in inside:
-        if row.verdict != "confirmed":
-            kinds.setdefault(row.verdict, []).append(row)
-    told = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
-    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {told}.{tail}"
-
-
-def _floor_percent(share: float) -> str:
-    """A share in percent, rounded down: 99.97% is never called 100%."""
-    return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"
-
-
-def _extent(rows: Sequence[VerdictRow]) -> str:
-    """`24 layers x 4 linears x 3 roles`, where the model is that regular; else `97 modules`."""
-    modules = dict.fromkeys(row.module for row in rows)
-    roles = {module: {row.role for row in rows if row.module == module} for module in modules}
-    kinds = Counter(operation(module) for module in modules)
-    every = set().union(*roles.values())
-    if len(set(kinds.values())) == 1 and all(found == every for found in roles.values()):
-        layers = next(iter(kinds.values()))
-        linears = f"{len(kinds)} linear{'s' if len(kinds) > 1 else ''} x {len(every)} role{'s' if len(every) > 1 else ''}"
-        return f"{layers} layers x {linears}" if layers > 1 else linears
-    return f"{len(modules)} modules, {len({(row.module, row.role) for row in rows})} GEMMs"
-
-
-def _places(rows: Sequence[VerdictRow]) -> str:
-    """`layers.*.mlp.fc2 (dgrad, wgrad: bf16 x bf16)` and how many more."""
-    grouped: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
-    for row in rows:
-        roles, modules = grouped.setdefault((operation(row.module), row.ran), ([], []))
-        roles.append(row.role)
-        modules.append(row.module)
-    texts = [
-        f"{modules[0] if len(set(modules)) == 1 else name} ({', '.join(dict.fromkeys(roles))}: {ran})"
-        for (name, ran), (roles, modules) in grouped.items()
-    ]
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more

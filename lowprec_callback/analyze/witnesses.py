@@ -1,9 +1,8 @@
 """What the witnesses of a recipe's traced steps saw, for each module and role.
 
-Two witnesses that do not know of each other: the operands that reached the GEMM library (`Dispatch`), and the names of
-the kernels that the GPU then ran (`Trace`), checked against a signature book learned from the benchmark
-(`GemmTime.kernels`), whose precision is known because the benchmark chose it.
-"""
+Two witnesses that do not know of each other: the operands that reached the GEMM library (`Dispatch`), and
+the names of the kernels that the GPU then ran (`Trace`), checked against a signature book learned from the
+benchmark (`GemmTime.kernels`), whose precision is known because the benchmark chose it."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class OperandWitness:
         return OperandWitness(found, max([1.0, *ratios]))
 
     def outcomes(self, gemm: Gemm, only_shape: bool) -> list[Outcome]:
-        """What this GEMM's calls got. With `only_shape`, calls of the same place with another shape do not count."""
+        """What this GEMM's calls got. With `only_shape`, calls with another shape do not count."""
         calls: dict[tuple[Operands, bool | None], int] = {}
         for dispatch in self.found.get((gemm.module, gemm.role), ()):
             if only_shape and (dispatch.m, dispatch.k, dispatch.n) != (gemm.m, gemm.k, gemm.n):
@@ -88,7 +87,7 @@ class SignatureBook:
     def __init__(self, times: Iterable[GemmTime], cards: Mapping[str, Card]) -> None:
         self._precisions: dict[str, set[str]] = {}
         self.contradictions: dict[str, list[str]] = {}
-        """By recipe: benchmarks whose kernel names say another precision than the benchmark was asked to run."""
+        """By recipe: benchmarks whose kernel names say another precision than they were asked to run."""
         for time in times:
             card = cards.get(time.recipe)
             if card is None or time.failure:
@@ -102,7 +101,8 @@ class SignatureBook:
                 emulated = asked.precision == "fp8-block" and kernel.precision == "mxfp8"
                 if kernel.precision != UNKNOWN and not emulated and not kernel_fits(asked, kernel.precision):
                     shape = f"{time.m}x{time.k}x{time.n}"
-                    text = f"the benchmark of {time.recipe} {time.role} {shape} ran a {kernel.precision} kernel: {name}"
+                    bench = f"the benchmark of {time.recipe} {time.role} {shape}"
+                    text = f"{bench} ran a {kernel.precision} kernel: {name}"
                     self.contradictions.setdefault(time.recipe, []).append(text)
 
     def precision(self, name: str) -> str:
@@ -112,7 +112,7 @@ class SignatureBook:
 
 
 def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Place, KernelSight]:
-    """What ran for each module and role, by kernel name. A name of unknown precision is looked up in the book."""
+    """What ran for each module and role, by kernel name. An unknown name is looked up in the book."""
     found: dict[Place, KernelSight] = {}
     for view in views:
         for group in view.groups:

@@ -8,15 +8,15 @@ watched: which modules to follow, and what reaches the GEMM library (`watch`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lowprec_callback.measure.dispatch import AtenProduct, AtenWatcher, Call
+from lowprec_callback.measure.dispatch import Call
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import Role, Scales
@@ -110,30 +110,25 @@ class Engine(ABC):
             if path and (path in linear or not any(module.children()) or "Attention" in type(module).__name__)
         }
 
-    @contextmanager
     def watch(
         self,
         current: Current,
         calls: Callable[[Call], None] | None = None,
-        products: Callable[[AtenProduct], None] | None = None,
         around: Around | None = None,
         replay: Replay | None = None,
-    ) -> Iterator[None]:
-        """See what reaches the GEMM library. `products` gets PyTorch's own matrix products."""
-        del calls, around, replay  # only TE has entries to watch
-        if products is None:
-            yield
-            return
-        with AtenWatcher(current, products):
-            yield
+    ) -> AbstractContextManager[None]:
+        """See what reaches the GEMM library; without Transformer Engine there is no entry of its own to watch."""
+        del current, calls, around, replay
+        return nullcontext()
 
     def in_region(self, path: str) -> bool | None:
         """Whether the module's last forward ran inside a quantized region; None if there is no such thing."""
         del path
+        return None
 
-    def scales(self, card: RecipeCard, round_: int) -> list[Scales]:
+    def scales(self, card: RecipeCard) -> list[Scales]:
         """Delayed scaling's state, for a few modules; empty for recipes that have none."""
-        del card, round_
+        del card
         return []
 
     @abstractmethod

@@ -51,7 +51,9 @@ class PlainTorchEngine(Engine):
                 return NotRun(f"a linear layer {k} -> {n} failed: {type(error).__name__}: {error}", "our probe")
             for what, grad in (("input", x.grad), ("weight", next(layer.parameters()).grad)):
                 if grad is None or not bool(torch.isfinite(grad).all()) or not bool(grad.any()):
-                    return NotRun(f"a linear layer {k} -> {n} gave a {what} gradient that is zero or not finite", "our probe")
+                    return NotRun(
+                        f"a linear layer {k} -> {n} gave a {what} gradient that is zero or not finite", "our probe"
+                    )
         return None
 
     def region(self, card: RecipeCard) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ its state as it did on the first step of its life.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import nn
 
 from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Replay, Weight
 from lowprec_callback.engines.plain_torch import plain_linears
-from lowprec_callback.measure.dispatch import AtenProduct, AtenWatcher, Call, watch_entries
+from lowprec_callback.measure.dispatch import Call, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
 from lowprec_callback.recording import Scales
 
@@ -55,7 +55,7 @@ class Loaded:
 
 @cache
 def load() -> Loaded:
-    """Import TE once. Its import can fail with RuntimeError, AssertionError, OSError, FileNotFoundError: all are reasons."""
+    """Import TE once. It can fail with RuntimeError, AssertionError, OSError, FileNotFoundError: all are reasons."""
     try:
         import transformer_engine
         import transformer_engine.pytorch as te
@@ -124,7 +124,7 @@ def is_te_module(module: nn.Module) -> bool:
 
 
 class TransformerEngineEngine(Engine):
-    """Runs a recipe by TE's autocast region around `training_step`, with TE's per-module state rebuilt at each switch."""
+    """Runs a recipe by TE's autocast region around `training_step`; `switch` has TE's per-module state rebuilt."""
 
     name: Literal["transformer_engine", "plain_torch"] = "transformer_engine"
 
@@ -239,28 +239,22 @@ class TransformerEngineEngine(Engine):
         ]
         return layers + plain_linears(self.model, quantizable=False)
 
-    @contextmanager
     def watch(
         self,
         current: Current,
         calls: Callable[[Call], None] | None = None,
-        products: Callable[[AtenProduct], None] | None = None,
         around: Around | None = None,
         replay: Replay | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """See `Engine.watch`."""
-        with ExitStack() as stack:
-            stack.enter_context(watch_entries(self._loaded.tex, current, calls, around, replay))
-            if products is not None:
-                stack.enter_context(AtenWatcher(current, products))
-            yield
+        return watch_entries(self._loaded.tex, current, calls, around, replay)
 
     def in_region(self, path: str) -> bool | None:
         """TE notes on each module whether its last forward was quantized."""
         flag = getattr(self.model.get_submodule(path), "fp8", None)
         return flag if isinstance(flag, bool) else None
 
-    def scales(self, card: RecipeCard, round_: int) -> list[Scales]:
+    def scales(self, card: RecipeCard) -> list[Scales]:
         """Scales and amax of the first and last module that has delayed-scaling state."""
         if card.scaling != "tensor-delayed":
             return []
@@ -270,10 +264,11 @@ class TransformerEngineEngine(Engine):
             if hasattr(_state_of(module, "scaling_fwd"), "amax_history")
         ]
         chosen = having[:1] + having[1:][-(SCALED_MODULES - 1) :]
+        directions: tuple[tuple[str, Literal["fwd", "bwd"]], ...] = (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd"))
         return [
             fact
             for path, module in chosen
-            for key, direction in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd"))
+            for key, direction in directions
             if (fact := _scales_fact(card.name, path, direction, _state_of(module, key))) is not None
         ]
 
@@ -309,7 +304,10 @@ def _state_of(module: nn.Module, key: str) -> Any:
 
 
 def _scales_fact(recipe: str, path: str, direction: Literal["fwd", "bwd"], state: Any) -> Scales | None:
-    """Read scale [T] and amax_history [L, T] of one module. Row 0 is the live slot, zeroed at each update; row -1 is newest."""
+    """Read scale [T] and amax_history [L, T] of one module.
+
+    Row 0 of the history is the live slot, zeroed at each update; row -1 is the newest finished one.
+    """
     if state is None or not hasattr(state, "amax_history"):
         return None
     kinds = ("input", "weight", "output") if direction == "fwd" else ("grad_output", "grad_input")

@@ -1,13 +1,15 @@
 """What reached the GEMM library: the witness "operands".
 
-Two watchers, both for untimed steps only:
+Two sources, both for untimed steps only:
 
 * `watch_entries` replaces Transformer Engine's GEMM entries (`transformer_engine_torch.generic_gemm` and
   `te_general_grouped_gemm`). Every linear layer of TE goes through them by attribute, in forward and backward
   (replacing `general_gemm` would miss the modules that imported it by name). TE itself is not imported here:
   the module object comes from the engine, and operands are described by the names of their classes.
-* `AtenWatcher` sees the matrix products of PyTorch itself (`nn.Linear`, attention's batched products), through a
-  dispatch mode, which autograd carries over to its own threads.
+* `product_of` reads the matrix products of PyTorch itself (`nn.Linear`, attention's batched products) from the
+  profiler's operator events, which hold sizes and types. A dispatch mode would see the same, but it changes what it
+  looks at: `torch.compile` gives up a frame for good when a mode is active, and TE's fused GELU then ran eagerly for
+  the rest of the process (seen on an H200).
 
 The layout tells the role. In TE's row-major reading A is the weight (N x K) and B the input (M x K):
 TN = fprop (Y = X W^T), NN = dgrad (dX = dY W), NT = wgrad (dW = dY^T X, A = X, B = dY).
@@ -15,7 +17,6 @@ TN = fprop (Y = X W^T), NN = dgrad (dX = dY W), NT = wgrad (dW = dY^T X, A = X, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recording import Operand, Role
@@ -198,7 +198,7 @@ def watch_entries(
 
 
 def _layout(args: tuple[Any, ...]) -> str:
-    """"TN" and the like from the two transpose flags, which are the second and fourth argument of every entry."""
+    """ "TN" and the like from the two transpose flags, which are the second and fourth argument of every entry."""
     if len(args) < 4 or not isinstance(args[1], bool) or not isinstance(args[3], bool):
         return ""
     return f"{'T' if args[1] else 'N'}{'T' if args[3] else 'N'}"
@@ -246,7 +246,13 @@ def sizes_of(role: Role, first: Any, second: Any) -> tuple[int, int, int]:
 
 def _te_dtype(value: Any) -> str:
     text = str(value).upper()
-    for mark, short in (("BFLOAT16", "bf16"), ("FLOAT16", "fp16"), ("FLOAT32", "fp32"), ("E4M3", "e4m3"), ("E5M2", "e5m2")):
+    for mark, short in (
+        ("BFLOAT16", "bf16"),
+        ("FLOAT16", "fp16"),
+        ("FLOAT32", "fp32"),
+        ("E4M3", "e4m3"),
+        ("E5M2", "e5m2"),
+    ):
         if mark in text:
             return short
     return "unknown"
@@ -254,7 +260,7 @@ def _te_dtype(value: Any) -> str:
 
 @dataclass(frozen=True)
 class AtenProduct:
-    """One matrix product of PyTorch: (rows x inner) times (inner x columns), `batch` of them."""
+    """One matrix product of PyTorch: (rows x inner) times (inner x columns), `batch` of them. Types are short names."""
 
     scope: Scope | None
     op: str
@@ -262,42 +268,49 @@ class AtenProduct:
     rows: int
     inner: int
     columns: int
-    first: torch.dtype
-    second: torch.dtype
-    output: torch.dtype
+    first: str
+    second: str
+    first_transposed: bool = False
+    """Whether the first operand is a transposed view: dY^T of a wgrad is, dY of a dgrad is not."""
 
 
-class AtenWatcher(TorchDispatchMode):
-    """Sees `aten::mm`, `addmm`, `bmm`, `baddbmm` and their CPU-fused relatives, in forward and backward."""
+_FIRST_OPERAND = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""PyTorch's matrix products, and where their first matrix stands among the arguments."""
 
-    _FIRST = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+_PROFILER_TYPES = {
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "double": "fp64",
+    "c10::Float8_e4m3fn": "e4m3",
+    "c10::Float8_e5m2": "e5m2",
+}
+"""C++ type names in a profiler's trace."""
 
-    def __init__(self, current: Callable[[], Scope | None], sink: Callable[[AtenProduct], None]) -> None:
-        super().__init__()
-        self._current = current
-        self._sink = sink
-        self._lock = threading.Lock()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator; note it if it is a matrix product."""
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        position = self._FIRST.get(name)
-        if position is not None and isinstance(result, torch.Tensor):
-            a, b = args[position], args[position + 1]
-            product = AtenProduct(
-                scope=self._current(),
-                op=f"aten::{name}",
-                batch=a.shape[0] if a.dim() == 3 else 1,
-                rows=a.shape[-2],
-                inner=a.shape[-1],
-                columns=b.shape[-1],
-                first=a.dtype,
-                second=b.dtype,
-                output=result.dtype,
-            )
-            with self._lock:
-                self._sink(product)
-        return result
+def product_of(event: dict[str, Any], scope: Scope | None) -> AtenProduct | None:
+    """Read a matrix product from a profiler's operator event; None if it is another operator, or has no shapes."""
+    position = _FIRST_OPERAND.get(event["name"])
+    args = event.get("args", {})
+    if position is None or "Input Dims" not in args:
+        return None
+    a, b = args["Input Dims"][position], args["Input Dims"][position + 1]
+    types = args.get("Input type", [])
+    first, second = (
+        (_PROFILER_TYPES.get(types[i], "unknown") if i < len(types) else "unknown") for i in (position, position + 1)
+    )
+    strides = args.get("Input Strides", [])
+    stride = strides[position] if position < len(strides) else []
+    if len(a) < 2 or len(b) < 2:
+        return None
+    return AtenProduct(
+        scope=scope,
+        op=event["name"],
+        batch=a[0] if len(a) == 3 else 1,
+        rows=a[-2],
+        inner=a[-1],
+        columns=b[-1],
+        first=first,
+        second=second,
+        first_transposed=len(stride) >= 2 and stride[-2] == 1 and stride[-1] != 1,
+    )

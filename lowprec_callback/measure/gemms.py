@@ -25,16 +25,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lowprec_callback.engines.base import Engine
-from lowprec_callback.measure.dispatch import AtenProduct
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Mode, Role
+
+_T = TypeVar("_T")
 
 ROUNDS = 3
 SAMPLES_PER_ROUND = 3
@@ -42,6 +43,8 @@ SAMPLE_MS = 4.0
 """Calls are repeated until a sample is about this long, so that an event's own cost (about 1 us) does not show."""
 MAX_CALLS = 16
 """Calls in one sample: a layer's forward and backward is some 25 launches, and the launch queue holds 1024."""
+TRIES = 4
+"""Launches of one sample until the host kept ahead of the GPU."""
 SPIN_HZ = 2.0e9
 """Cycles a second of the spinning kernel; a faster clock only makes it spin a little shorter."""
 
@@ -91,12 +94,7 @@ def benchmark(
 
     A shape that fails (out of memory, unsupported, misaligned) keeps its place with the reason.
     """
-    jobs = [
-        (card, shape)
-        for shape in shapes_of(gemms)
-        for card in cards
-        if shape.quantizable or card.name == baseline
-    ]
+    jobs = [(card, shape) for shape in shapes_of(gemms) for card in cards if shape.quantizable or card.name == baseline]
     results: dict[tuple[str, Shape], _Samples] = {(card.name, shape): _Samples() for card, shape in jobs}
     order = random.Random(seed)
     done, total = 0, len(jobs) * ROUNDS
@@ -205,13 +203,15 @@ class _LayerBench:
         self._mark(f">{role}")
 
     def _autocast_sample(self, calls: int, host_s: float) -> None:
-        self._marks = []
-        with self._engine.watch(lambda: None, around=self._around):
-            spin(calls * host_s * 1.3)
+        def launch() -> float:
+            self._marks = []
             begin = time.perf_counter()
             for _ in range(calls):
                 self._call()
-            host_ms = (time.perf_counter() - begin) * 1e3 / calls
+            return (time.perf_counter() - begin) * 1e3 / calls
+
+        with self._engine.watch(lambda: None, around=self._around):
+            host_ms = ahead(launch, calls * host_s)
         torch.cuda.synchronize(self._engine.device)
         sums: dict[Role, float] = defaultdict(float)
         gemm: dict[Role, float] = defaultdict(float)
@@ -235,14 +235,7 @@ class _LayerBench:
         wall = time.perf_counter() - begin
         calls = max(1, min(50, int(SAMPLE_MS / 1e3 / max(wall, 1e-6))))
         for _ in range(SAMPLES_PER_ROUND):
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            spin(calls * host * 1.3)
-            first.record()
-            for _ in range(calls):
-                again()
-            last.record()
-            torch.cuda.synchronize(self._engine.device)
-            self._samples.times[role, "kernel"].append(first.elapsed_time(last) / calls)
+            self._samples.times[role, "kernel"].append(device_ms(again, calls, host))
         self._samples.host[role, "kernel"] = host * 1e3
 
 
@@ -272,9 +265,43 @@ def cut_calls(marks: list[tuple[str, Any]]) -> Iterator[tuple[Role, float, float
             previous, pending = event, None
 
 
-def spin(seconds: float) -> None:
-    """Keep the GPU busy for a while (at most a quarter of a second), so that the host can launch ahead of it."""
-    torch.cuda._sleep(int(min(max(seconds, 2e-4), 0.25) * SPIN_HZ))
+def ahead(launch: Callable[[], _T], host_s: float) -> _T:
+    """Launch a sample while the GPU spins, so that it runs without waiting for the host.
+
+    Whether the host kept ahead is checked: an event behind the spin must not have been reached when the launching is
+    done. If it was, the sample is thrown away and launched again behind a longer spin; after `TRIES` the last one
+    counts (its interval then holds some of the host's time, and the host time beside it says so).
+
+    Args:
+        launch: launches the sample; called once a try.
+        host_s: about how long that takes the host, in seconds.
+    """
+    for attempt in range(TRIES):
+        reached = torch.cuda.Event()
+        seconds = min(max(host_s * 1.5 * 2**attempt, 5e-4), 0.5)
+        torch.cuda._sleep(int(seconds * SPIN_HZ))
+        reached.record()
+        result = launch()
+        if not reached.query():
+            break
+        torch.cuda.synchronize()
+    return result
+
+
+def device_ms(call: Callable[[], Any], calls: int, host_s: float) -> float:
+    """Milliseconds of one call on the GPU, from `calls` back-to-back calls that the host launched ahead."""
+
+    def launch() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        for _ in range(calls):
+            call()
+        last.record()
+        return first, last
+
+    first, last = ahead(launch, calls * host_s)
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) / calls
 
 
 class _PlainBench:
@@ -319,11 +346,9 @@ class _PlainBench:
         return self._engine.region(self._card) if self._shape.quantizable else nullcontext()
 
     def _low(self) -> torch.dtype:
-        """The type that this product has under the recipe: asked of PyTorch, not assumed."""
-        seen: list[AtenProduct] = []
-        with torch.no_grad(), self._engine.watch(lambda: None, products=seen.append), self._region():
-            y = nn.functional.linear(self._x[:1], self._w)
-        return seen[0].first if seen else y.dtype
+        """The type that this product has under the recipe: asked of PyTorch, not assumed (no autocast widens it)."""
+        with torch.no_grad(), self._region():
+            return nn.functional.linear(self._x[:1], self._w).dtype
 
     def _sample(self, key: tuple[Role, Mode], call: Callable[[], Any]) -> None:
         device = self._engine.device
@@ -332,14 +357,7 @@ class _PlainBench:
         calls = max(1, min(200, int(SAMPLE_MS / 1e3 / max(wall, 1e-7))))
         for _ in range(SAMPLES_PER_ROUND):
             if device.type == "cuda":
-                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                spin(calls * host * 1.3)
-                first.record()
-                for _ in range(calls):
-                    call()
-                last.record()
-                torch.cuda.synchronize(device)
-                self._samples.times[key].append(first.elapsed_time(last) / calls)
+                self._samples.times[key].append(device_ms(call, calls, host))
             else:
                 self._samples.times[key].append(self._clock(call, calls)[1] * 1e3 / calls)
         if device.type == "cuda":

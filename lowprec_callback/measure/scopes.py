@@ -20,8 +20,8 @@ from torch import nn
 
 Direction = Literal["forward", "backward"]
 
-MAX_NODES = 256
-"""Nodes of one module's piece of the graph that get hooks; attention without fused kernels has about 20."""
+MAX_NODES = 1024
+"""Nodes of one module's piece of the graph that are looked at; attention without fused kernels has about 20."""
 
 
 class Scope(NamedTuple):
@@ -122,6 +122,7 @@ class ModuleScopes:
 
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             for node in own_nodes(output, (args, kwargs)):
+                node.metadata[CLAIMED] = path
                 node.register_prehook(enter)
                 node.register_hook(leave)
             self._exit(forward)
@@ -129,21 +130,26 @@ class ModuleScopes:
         return hook
 
 
+CLAIMED = "lowprec_module"
+"""Key in a node's metadata: the module that the node belongs to."""
+
+
 def own_nodes(outputs: Any, inputs: Any) -> list[Any]:
     """The autograd nodes that a module's forward call added: those behind its outputs, not behind its inputs.
 
-    Leaves' gradient accumulators are left out: they are shared by every use of a parameter.
+    A node that a module inside this one has claimed already is that module's: inner calls end first. Leaves'
+    gradient accumulators are left out: they are shared by every use of a parameter.
     """
     stop = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
-    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     found: dict[Any, None] = {}
     while waiting and len(found) < MAX_NODES:
         node = waiting.pop(0)
         if node is None or node in found or node in stop or node.name().endswith("AccumulateGrad"):
             continue
         found[node] = None
-        waiting.extend(following for following, _ in node.next_functions)
-    return list(found)
+        waiting.extend(following for following, _ in node.next_functions if following)
+    return [node for node in found if CLAIMED not in node.metadata]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowprec_callback.engines.base import LinearLayer, Weight
-from lowprec_callback.measure.dispatch import AtenProduct, Call, format_of
+from lowprec_callback.measure.dispatch import AtenProduct, Call
 from lowprec_callback.recording import ROLES, Dispatch, Gemm, Operand, Role
 
 _ROLE_ORDER = {role: index for index, role in enumerate(ROLES)}
@@ -89,7 +89,7 @@ class GemmLog:
                 self.strays[f"{where} {product.op}".strip()] += 1
             return
         k, n = layer.weights[0].k, layer.weights[0].n
-        operands = [Operand("Tensor", format_of(dtype), "none") for dtype in (product.first, product.second)]
+        operands = [Operand("Tensor", element, "none") for element in (product.first, product.second)]
         with self._lock:
             self._seen.append(
                 _Seen(
@@ -103,7 +103,7 @@ class GemmLog:
                     layout="",
                     first=operands[1] if role == "dgrad" else operands[0],
                     second=operands[0] if role == "dgrad" else operands[1],
-                    output=format_of(product.output),
+                    output="",
                     accumulate=False,
                     bias=layer.bias,
                     groups=1,
@@ -185,20 +185,18 @@ class GemmLog:
 def role_of(product: AtenProduct, weight: Weight) -> Role | None:
     """Which of a linear layer's three GEMMs a product is, by its sizes; None if it is none of them.
 
-    In forward, (M x K)(K x N). In backward, dgrad is (M x N)(N x K), and wgrad is (N x M)(M x K) or its transpose.
-    If M happens to equal N the two look alike in part; then the one whose result has the weight's shape is wgrad
-    only if the inner size is not N. Autograd computes dgrad first, but nothing relies on that here.
+    In forward, (M x K)(K x N). In backward, dgrad is dY W, (M x N)(N x K), and wgrad is dY^T X, (N x M)(M x K), or
+    its transpose. If M happens to equal N the sizes are the same, and the transposed first operand tells wgrad.
     """
     if product.scope is None or product.batch != 1:
         return None
     k, n = weight.k, weight.n
     if product.scope.direction == "forward":
         return "fprop" if (product.inner, product.columns) == (k, n) else None
-    if product.inner == n and product.columns == k and product.rows != n:
+    looks_dgrad = product.inner == n and product.columns == k
+    looks_wgrad = {product.rows, product.columns} == {k, n}
+    if looks_dgrad and looks_wgrad:
+        return "wgrad" if product.first_transposed else "dgrad"
+    if looks_dgrad:
         return "dgrad"
-    if {product.rows, product.columns} == {k, n} and product.inner != n:
-        return "wgrad"
-    if product.inner == n and product.columns == k:
-        # M == N: (N x N)(N x K) either way. Neither size nor type can tell; say what autograd does first.
-        return "dgrad"
-    return None
+    return "wgrad" if looks_wgrad else None

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowprec_callback.measure.dispatch import AtenProduct, product_of
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recording import Role, Trace
 
 PREFIX = "lowprec|"
-"""Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|PATH`, `lowprec|gemm|ROLE|PATH`."""
+"""Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
+`lowprec|gemm|ROLE|PATH`."""
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -42,9 +46,9 @@ def phase_range(name: str) -> AbstractContextManager[Any]:
     return record_function(f"{PREFIX}phase|{name}")
 
 
-def module_range(path: str) -> AbstractContextManager[Any]:
+def module_range(scope: Scope) -> AbstractContextManager[Any]:
     """A module's forward or backward, on whatever thread runs it."""
-    return record_function(f"{PREFIX}module|{path}")
+    return record_function(f"{PREFIX}module|{scope.direction}|{scope.module}")
 
 
 def gemm_range(scope: Scope | None, role: Role) -> AbstractContextManager[Any]:
@@ -53,14 +57,21 @@ def gemm_range(scope: Scope | None, role: Role) -> AbstractContextManager[Any]:
 
 
 class Tracer:
-    """One torch.profiler session. `start`, run steps under `step_range`, `stop`, then `traces`."""
+    """One torch.profiler session. `start`, run steps under `step_range`, `stop`, then `traces` or `products`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: whose work is traced.
+        shapes: record the operators' sizes and types, and nothing of the GPU: for `products`.
+    """
+
+    def __init__(self, device: torch.device, *, shapes: bool = False) -> None:
         self._device = device
+        # Kineto writes a line to the terminal at each start and stop unless told to report errors only.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
+        if device.type == "cuda" and not shapes:
             activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(activities=activities, acc_events=True)
+        self._profile: Any = profile(activities=activities, record_shapes=shapes, acc_events=True)
 
     def start(self) -> None:
         """Begin. The first step under a new session can lose kernels: do not count it."""
@@ -72,11 +83,18 @@ class Tracer:
 
     def traces(self, recipe: str, expected_gemms: int | None) -> list[Trace]:
         """One `Trace` for each step range of the session."""
+        on_gpu = self._device.type == "cuda"
+        return read_events(self._events(), recipe, on_gpu=on_gpu, expected_gemms=expected_gemms)
+
+    def products(self) -> list[AtenProduct]:
+        """PyTorch's own matrix products in the session."""
+        return read_products(self._events())
+
+    def _events(self) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return read_events(events, recipe, on_gpu=self._device.type == "cuda", expected_gemms=expected_gemms)
+            return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]  # type: ignore[no-any-return]
 
 
 def read_events(
@@ -108,6 +126,19 @@ def read_events(
     return [_trace(recipe, index, begin, end, work, expected_gemms) for index, begin, end in steps]
 
 
+def read_products(events: Iterable[dict[str, Any]]) -> list[AtenProduct]:
+    """PyTorch's matrix products in a Chrome trace with shapes, each with the module that ran it."""
+    host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES]
+    places = _Places(host)
+    found = []
+    for event in host:
+        if event["cat"] == "cpu_op":
+            product = product_of(event, None)
+            if product is not None:
+                found.append(replace(product, scope=places.at(event["tid"], event["ts"]).scope()))
+    return found
+
+
 class _Work:
     """One kernel, or on a CPU one stretch of an operator's own time."""
 
@@ -121,10 +152,14 @@ class _Work:
 class _Place:
     """What was going on where the host launched something."""
 
-    __slots__ = ("module", "op", "phase", "role")
+    __slots__ = ("direction", "module", "op", "phase", "role")
 
-    def __init__(self, module: str = "", role: str = "", op: str = "", phase: str = "") -> None:
-        self.module, self.role, self.op, self.phase = module, role, op, phase
+    def __init__(self, module: str = "", role: str = "", op: str = "", phase: str = "", direction: str = "") -> None:
+        self.module, self.role, self.op, self.phase, self.direction = module, role, op, phase, direction
+
+    def scope(self) -> Scope | None:
+        """The module and direction, if any module ran."""
+        return Scope(self.module, "backward" if self.direction == "backward" else "forward") if self.module else None
 
 
 class _Places:
@@ -165,7 +200,8 @@ class _Places:
                 place.role = place.role or role
                 place.module = place.module or module
             elif name.startswith(f"{PREFIX}module|"):
-                place.module = place.module or name.split("|", 2)[2]
+                _, _, direction, module = name.split("|", 3)
+                place.module, place.direction = place.module or module, place.direction or direction
             elif not name.startswith(PREFIX) and not place.op:
                 place.op = name
         return place
@@ -238,9 +274,7 @@ def _gpu_work(event: dict[str, Any], launches: dict[int, dict[str, Any]], places
     )
 
 
-def _trace(
-    recipe: str, index: int, begin: float, end: float, work: list[_Work], expected_gemms: int | None
-) -> Trace:
+def _trace(recipe: str, index: int, begin: float, end: float, work: list[_Work], expected_gemms: int | None) -> Trace:
     inside = [item for item in work if begin <= item.start < end]
     names: dict[str, int] = {}
     labels: dict[str, int] = {"": 0}
@@ -249,10 +283,11 @@ def _trace(
         return table.setdefault(text, len(table))
 
     name = tuple(number(names, item.name) for item in inside)
-    columns = {
-        field: tuple(number(labels, getattr(item, field)) for item in inside)
-        for field in ("module", "role", "op", "phase")
-    }
+
+    def column(field: str) -> tuple[int, ...]:
+        return tuple(number(labels, getattr(item, field)) for item in inside)
+
+    module, role, op, phase = (column(field) for field in ("module", "role", "op", "phase"))
     return Trace(
         recipe=recipe,
         step=index,
@@ -264,6 +299,9 @@ def _trace(
         duration_us=tuple(round(item.duration, 3) for item in inside),
         stream=tuple(item.stream for item in inside),
         launch_us=tuple(round(item.launch - begin, 3) for item in inside),
+        module=module,
+        role=role,
+        op=op,
+        phase=phase,
         expected_gemms=expected_gemms,
-        **columns,
     )

@@ -40,7 +40,7 @@ SECTIONS: tuple[Section, ...] = (
 """Below the title and above the footer, in this order."""
 
 _STAND_INS = dict(zip("±·─—–×µμ→█▏▎▍▌▋▊▉", "+|---xuu>#   ####", strict=True))
-"""Of the characters that the page itself uses; the last eighths of a bar are rounded to a whole cell or none."""
+"""Of the characters that the page itself uses; the end of a bar is rounded to a whole cell or none."""
 
 
 class Page:

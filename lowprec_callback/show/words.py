@@ -4,7 +4,7 @@ The rules:
 
 - A number shows as many digits as its size deserves (0.503, 5.32, 819.2, 12345), its 95% half-width beside it
   (`819.2 ±0.4`), and a `~` before it when it is an estimate.
-- A half-width that would round to zero is written as one unit of the last digit: a measurement is never exact.
+- A half-width that would round to zero is written as one unit of the last digit: nothing measured is exact.
 - A number that is not there is written as the reason why (`not known: the run was interrupted`), never as a
   blank, a zero or a dash.
 - Coverage is never rounded up to 100%, nor down to 0%.
@@ -43,7 +43,7 @@ def fixed(value: float, places: int, signed: bool = False) -> str:
 
 
 def spread(half_width: float, places: int) -> str:
-    """A half-width at the decimals of its number: `±0.4`; never less than one unit of the last digit shown."""
+    """A half-width at the decimals of its number: `±0.4`; at least one unit of the last digit shown."""
     return f"±{fixed(max(abs(half_width), 10.0**-places), places)}"
 
 
@@ -70,7 +70,7 @@ def ms(figure: Figure) -> str:
 
 
 def places_in(step: Figure) -> int:
-    """Decimals for the parts of a step, so that a column lines up: tenths of a ms in a step of 100 ms or more."""
+    """Decimals for the parts of a step, so that a column lines up: tenths of a ms from 100 ms upwards."""
     size = abs(step.value) if step.value is not None else 0.0
     return 1 if size >= 99.95 else 2 if size >= 0.9995 else 3
 
@@ -123,7 +123,7 @@ def share(figure: Figure) -> str:
 
 
 def witnesses(verdict: Verdict) -> str:
-    """Who confirms what ran as asked: `operands+kernels`; `operands+kernels 97.2%` if one spoke for a part only."""
+    """Who confirms it: `operands+kernels`; `operands+kernels 97.2%` if the second spoke for a part only."""
     confirmed = [row for row in verdict.rows if row.verdict == "confirmed"]
     names = dict.fromkeys(name for row in confirmed for name in row.witnesses)
     return "+".join(_witness(name, confirmed) for name in names) or "no witness"
@@ -184,8 +184,8 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 def collapse(paths: Iterable[str], among: Iterable[str] = ()) -> list[tuple[str, int]]:
     """Module paths that differ only in an index, taken together: `("layers.*.mlp.fc1", 24)`, in order.
 
-    `*` stands for every index there is. Where `among` (all paths of the model) holds more than were given, the
-    indices are written out: `layers.20-23.mlp.fc2`. An index that is the same in all of them stays.
+    `*` stands for every index there is. Where `among` (all paths of the model) holds more than were given,
+    the indices are written out: `layers.20-23.mlp.fc2`. An index that is the same in all of them stays.
     """
     everything = _grouped(among)
     return [
@@ -196,9 +196,7 @@ def collapse(paths: Iterable[str], among: Iterable[str] = ()) -> list[tuple[str,
 
 def modules(paths: Iterable[str], among: Iterable[str] = ()) -> str:
     """`layers.*.mlp.fc1 (24 modules), head`."""
-    return ", ".join(
-        name if count == 1 else f"{name} ({count} modules)" for name, count in collapse(paths, among)
-    )
+    return ", ".join(name if count == 1 else f"{name} ({count} modules)" for name, count in collapse(paths, among))
 
 
 def _grouped(paths: Iterable[str]) -> dict[str, list[str]]:

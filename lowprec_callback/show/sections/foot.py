@@ -26,9 +26,7 @@ def _scales(recipe: RecipeReport) -> list[RenderableType]:
     table = parts.table("tensor", "scale", "newest amax", "largest amax", "history")
     for row in rows:
         table.add_row(*_scale_cells(row))
-    more = (
-        [parts.paragraph(words.left_out(others, "module", "report.json"), style=parts.DIM)] if others else []
-    )
+    more = [parts.paragraph(words.left_out(others, "module", "report.json"), style=parts.DIM)] if others else []
     return [parts.heading(f"Delayed scaling of {module} ({recipe.name})"), parts.indented(table), *more]
 
 
@@ -63,8 +61,6 @@ def problems(report: Report, _width: int) -> list[RenderableType]:
 def footer(report: Report, files: Sequence[str]) -> list[RenderableType]:
     """Recording, files written from it, and what was put back."""
     said = [f"Recording {report.recording}" if report.recording else "Recording not on disk", *files]
-    restored = (
-        f"restored: {words.one_line(report.restored)}" if report.restored else "nothing recorded as restored"
-    )
+    restored = f"restored: {words.one_line(report.restored)}" if report.restored else "nothing recorded as restored"
     line = Text(" · ".join([*said, restored]), style=parts.DIM)
     return [Rule(style=parts.DIM, characters="─"), parts.paragraph(line)]

@@ -1,4 +1,4 @@
-"""The gap: from the baseline's step to the recipe's, a term a line, with a bar as long as the term is large."""
+"""The gap: from the baseline's step to the recipe's, a term a line, with a bar of its size."""
 
 from __future__ import annotations
 

@@ -83,9 +83,7 @@ def benchmark(report: Report, width: int) -> list[RenderableType]:
     ]
 
 
-def _layout(
-    report: Report, recipes: Sequence[RecipeReport], shown: Sequence[Operation], width: int
-) -> _Layout:
+def _layout(report: Report, recipes: Sequence[RecipeReport], shown: Sequence[Operation], width: int) -> _Layout:
     """The roomiest layout that shows all recipes side by side; the tightest where none does."""
     choices: tuple[Shapes, ...] = ("column", "beside", "below")
     layouts = [_Layout(report, shown, shapes) for shapes in choices]
@@ -113,9 +111,7 @@ def _cell(report: Report, recipe: RecipeReport, operation: Operation, mode: Mode
 
 def _places(recipe: RecipeReport) -> int:
     """Decimals of a recipe's column, after its sum with quantization, or without where there is none."""
-    return words.places_in(
-        recipe.gemm_autocast_ms if recipe.gemm_autocast_ms.known else recipe.gemm_kernel_ms
-    )
+    return words.places_in(recipe.gemm_autocast_ms if recipe.gemm_autocast_ms.known else recipe.gemm_kernel_ms)
 
 
 def _ratio(baseline: Figure, recipe: Figure) -> str:

@@ -56,7 +56,7 @@ def _buckets(recipes: Sequence[RecipeReport]) -> list[str]:
 
 
 def _holds(recipe: RecipeReport, bucket: str) -> bool:
-    """Whether the bucket has time in it, or should have: a missing Figure keeps its row, and so its reason."""
+    """Whether the bucket has time in it, or should have: a missing Figure keeps its row and its reason."""
     figure = recipe.ledger.buckets.get(bucket) if recipe.ledger else None
     return figure is not None and (figure.value is None or figure.value != 0)
 
@@ -78,18 +78,14 @@ def _table(recipes: Sequence[RecipeReport], rows: Sequence[str], notes: Notes) -
         )
     for name, pick in _SUMS:
         style = "bold" if name == "step" else ""
-        table.add_row(
-            Text(name, style=style), *(_cell(ledger, pick(ledger), notes, style) for ledger in kept)
-        )
+        table.add_row(Text(name, style=style), *(_cell(ledger, pick(ledger), notes, style) for ledger in kept))
     if not all(ledger.complete for ledger in kept):
         states = (Text("" if each.complete else "incomplete", style=parts.WARN) for each in kept)
         table.add_row(Text(""), *states)
     return table
 
 
-def _cell(
-    ledger: Ledger, figure: Figure | None, notes: Notes, style: str = "", seen_only: bool = False
-) -> Text:
+def _cell(ledger: Ledger, figure: Figure | None, notes: Notes, style: str = "", seen_only: bool = False) -> Text:
     if figure is None or (seen_only and figure.value == 0):
         return Text(NONE_SEEN, style=parts.DIM)
     cell = notes.cell(figure, lambda known: words.bare(known, words.places_in(ledger.wall)))

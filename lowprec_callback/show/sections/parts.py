@@ -48,9 +48,7 @@ def entry(label: str, text: str | Text, width: int, style: str = "") -> Table:
     return grid
 
 
-def entries(
-    pairs: Sequence[tuple[str, str | Text]], by: int = INDENT, widest: int = 24
-) -> list[RenderableType]:
+def entries(pairs: Sequence[tuple[str, str | Text]], by: int = INDENT, widest: int = 24) -> list[RenderableType]:
     """Several `entry` lines, aligned."""
     width = min(max((len(label) for label, _ in pairs), default=0), widest)
     return [indented(entry(label, text, width), by) for label, text in pairs]
@@ -61,9 +59,7 @@ def table(*headers: str, left: int = 1) -> Table:
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False)
     for index, header in enumerate(headers):
         # "fold", because rich's default shortens a cell with an ellipsis.
-        made.add_column(
-            Text(header), justify="left" if index < left else "right", overflow="fold", vertical="top"
-        )
+        made.add_column(Text(header), justify="left" if index < left else "right", overflow="fold", vertical="top")
     return made
 
 

@@ -51,26 +51,19 @@ def _overview(report: Report, notes: Notes, who: bool) -> Table:
 
 def _speedups(recipe: RecipeReport, notes: Notes) -> tuple[Text, Text, Text, Text]:
     """Measured step, kernel-only, autocast, Amdahl. The baseline is what the others are measured against."""
-    if recipe.baseline:
-        return (
-            Text("1") if recipe.step_ms.known else notes.cell(recipe.step_ms),
-            Text("1") if recipe.gemm_kernel_ms.known else notes.cell(recipe.gemm_kernel_ms),
-            Text("1") if recipe.gemm_autocast_ms.known else notes.cell(recipe.gemm_autocast_ms),
-            Text("1") if recipe.step_ms.known else notes.cell(recipe.step_ms),
-        )
     if recipe.speedups is None:
-        mark = notes.mark(
-            recipe.step_ms.reason or f"there is no step of {recipe.name} and its baseline to compare"
-        )
+        mark = notes.mark(recipe.step_ms.reason or f"there is no step of {recipe.name} and its baseline to compare")
         return (Text(mark), Text(mark), Text(mark), Text(mark))
     four = recipe.speedups
+    if recipe.baseline:
+        one = [notes.cell(figure, lambda _: "1") for figure in (four.step, four.kernel, four.autocast, four.amdahl)]
+        return (one[0], one[1], one[2], one[3])
     step = notes.cell(four.step, words.times)
     if four.step.value is not None and four.step.low is not None and four.step.high is not None:
         # Coloured only where the interval leaves no doubt.
         step.stylize(parts.GOOD if four.step.low > 1 else parts.BAD if four.step.high < 1 else "")
     bare = [
-        notes.cell(figure, lambda f: words.bare(f, 2) + "x")
-        for figure in (four.kernel, four.autocast, four.amdahl)
+        notes.cell(figure, lambda f: words.bare(f, 2) + "x") for figure in (four.kernel, four.autocast, four.amdahl)
     ]
     return (step, bare[0], bare[1], bare[2])
 
@@ -99,9 +92,7 @@ def _who(report: Report) -> list[RenderableType]:
 
 def refusals(report: Report, _width: int) -> list[RenderableType]:
     """`mxfp8 not run: compute capability 9.0, needs 10.0`."""
-    lines = [
-        parts.paragraph(words.not_run(recipe)) for recipe in report.recipes if recipe.refusal is not None
-    ]
+    lines = [parts.paragraph(words.not_run(recipe)) for recipe in report.recipes if recipe.refusal is not None]
     return [parts.heading("Not run"), *lines] if lines else []
 
 

@@ -38,7 +38,8 @@ def headline(report: Report, _width: int) -> list[RenderableType]:
         text.append(words.one_line(sentence), style="" if number else "bold")
     lines: list[RenderableType] = []
     if report.status != "finished":
-        sentence = f"This run was {report.status}: the page shows what was measured until then."
+        how = "failed" if report.status == "failed" else f"was {report.status}"
+        sentence = f"This run {how}: the page shows what was measured."
         lines.append(parts.paragraph(sentence, style=parts.WARN))
     if text:
         lines.append(parts.paragraph(text))
@@ -49,5 +50,14 @@ def reading(report: Report, _width: int) -> list[RenderableType]:
     """What the GEMMs promised against what the step gained, in words."""
     if not report.reading:
         return []
-    paragraphs = [parts.paragraph(words.one_line(text)) for text in report.reading]
-    return [parts.heading("GEMM promise against measured step"), *paragraphs]
+    return [parts.heading("GEMM promise against measured step"), *parts.entries(_by_recipe(report))]
+
+
+def _by_recipe(report: Report) -> list[tuple[str, str | Text]]:
+    """A sentence that begins with a recipe's name (`fp8_delayed: ...`) hangs under it."""
+    pairs: list[tuple[str, str | Text]] = []
+    for sentence in map(words.one_line, report.reading):
+        name, colon, rest = sentence.partition(": ")
+        known = bool(colon) and any(recipe.name == name for recipe in report.recipes)
+        pairs.append((name, rest[:1].upper() + rest[1:]) if known else ("", sentence))
+    return pairs

@@ -19,7 +19,7 @@ _LOUDEST_FIRST = ("fallback", "unproven", "outside", "emulated", "by_request", "
 
 
 def verdicts(report: Report, _width: int) -> list[RenderableType]:
-    """A block for each recipe that did not run as asked, that fell back in speed, or whose witnesses disagree."""
+    """A block for each recipe that did not run as asked, took a slow path, or has witnesses at odds."""
     return parts.stacked(*(_block(recipe) for recipe in report.recipes if recipe.refusal is None))
 
 
@@ -48,11 +48,7 @@ def _block(recipe: RecipeReport) -> list[RenderableType]:
 def _coverage(verdict: Verdict) -> str:
     whole = words.share(verdict.coverage)
     reachable = words.share(verdict.te_coverage)
-    if not verdict.coverage.known:
-        return f"Coverage {whole}"
-    return (
-        f"Coverage: {whole} of the step's linear-layer FLOPs; of those that a recipe can reach: {reachable}."
-    )
+    return f"Coverage: {whole} of linear-layer FLOPs; of those that a recipe can reach: {reachable}."
 
 
 def _groups(rows: Sequence[VerdictRow], among: Sequence[str]) -> list[RenderableType]:

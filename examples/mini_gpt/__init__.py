@@ -1,0 +1,1 @@
+"""MiniGPT: a small causal language model that learns arithmetic. See `train.py` and `generate.py`."""

@@ -1,0 +1,317 @@
+"""From Recording to Report: a pure function, whatever part of a run the Recording holds.
+
+What the Recording does not hold is absent from the Report with a reason, so that the first lines of a
+killed run make a Report as well as the whole of a finished one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from lowprec_callback.analyze.gap import gap
+from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
+from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
+from lowprec_callback.analyze.ledger import ledger
+from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.reading import Scene, headline, reading
+from lowprec_callback.analyze.slow_paths import slow_paths
+from lowprec_callback.analyze.statistics import median_interval, ratio
+from lowprec_callback.analyze.status import plan_text, problems, restored_text, status_of, unfinished
+from lowprec_callback.analyze.traceview import TraceView, flaw, view
+from lowprec_callback.analyze.verdict import Audit, verdict
+from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
+from lowprec_callback.recording import (
+    Card,
+    Clocks,
+    Dispatch,
+    Environment,
+    Fact,
+    Gemm,
+    GemmTime,
+    Header,
+    HostTime,
+    Loss,
+    Memory,
+    Model,
+    Plan,
+    Recording,
+    Refusal,
+    Scales,
+    StepTime,
+    Trace,
+)
+from lowprec_callback.report import (
+    VERSION,
+    Figure,
+    Ledger,
+    RecipeReport,
+    Report,
+    Speedups,
+    Verdict,
+)
+
+_F = TypeVar("_F", bound=Fact)
+Numbered = list[tuple[int, _F]]
+"""Facts with their line numbers."""
+
+
+def analyze(recording: Recording) -> Report:
+    """The whole answer. Raises nothing for a Recording that `recording.read` accepts, however short."""
+    facts = _Facts(recording)
+    measured = {name: _measure(name, facts) for name in facts.recipes}
+    recipes = tuple(_report(name, facts, measured) for name in facts.recipes)
+    status, why = status_of(recording)
+    base = next((part for part in recipes if part.baseline), None)
+    void = {name: f"{part.bad_loss}" for name, part in measured.items() if part.bad_loss is not None}
+    sentences: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    missing = unfinished(recording) if status in ("interrupted", "failed") else None
+    if base is None:
+        sentences = (f"Nothing was measured yet: {why or 'the Recording names no recipe'}.",)
+    else:
+        others = tuple(part for part in recipes if not part.baseline)
+        scene = Scene(base, others, facts.on_cpu, void, missing)
+        sentences, read = headline(scene), reading(scene)
+    header, model, environment, plan = (
+        recording.last(Header),
+        recording.last(Model),
+        recording.last(Environment),
+        recording.last(Plan),
+    )
+    return Report(
+        version=VERSION,
+        tool_version=header.tool_version if header else "unknown",
+        created=header.created if header else "unknown",
+        model=model.name if model else "unknown: no model was recorded",
+        engine=model.engine if model else "unknown",
+        why_engine=model.why_engine if model else "the Recording ends before the engine was chosen",
+        device=environment.device if environment else "unknown: no environment was recorded",
+        versions=dict(environment.versions) if environment else {},
+        headline=sentences,
+        reading=read,
+        baseline=facts.baseline or "unknown",
+        recipes=recipes,
+        plan=plan_text(plan),
+        shrunk=plan.shrunk if plan else None,
+        problems=(*facts.flaws, *problems(recording, why)),
+        restored=restored_text(recording),
+        status=status,
+        recording=str(recording.path) if recording.path else None,
+    )
+
+
+class _Facts:
+    """The Recording, sorted by what the analysis asks of it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        environment = recording.last(Environment)
+        model = recording.last(Model)
+        self.variables = environment.variables if environment else {}
+        self.device_type = environment.device_type if environment else "cuda"
+        self.on_cpu = self.device_type == "cpu"
+        self.te = model is not None and model.engine == "transformer_engine"
+        self.gemms: Numbered[Gemm] = _latest(recording.lines(Gemm))
+        self.cards = {card.recipe: card for card in recording.of(Card)}
+        self.refusals = {refusal.recipe: refusal for refusal in recording.of(Refusal)}
+        self.benchmark = Benchmark(recording.lines(GemmTime))
+        self.book = SignatureBook(recording.of(GemmTime), self.cards)
+        self.steps = _by_recipe(
+            (line, step)
+            for line, step in recording.lines(StepTime)
+            if step.discarded is None and math.isfinite(step.ms) and step.ms > 0
+        )
+        self.hosts = _by_recipe(recording.lines(HostTime))
+        self.losses = _by_recipe(recording.lines(Loss))
+        self.memory = _by_recipe(recording.lines(Memory))
+        self.clocks = _by_recipe(recording.lines(Clocks))
+        self.dispatches = _by_recipe(recording.lines(Dispatch))
+        self.scales = _by_recipe(recording.lines(Scales))
+        traces = recording.lines(Trace)
+        self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
+        self.flaws = tuple(
+            f"the trace of {trace.recipe} on line {line} cannot be used: {flaw(trace)}"
+            for line, trace in traces
+            if flaw(trace) is not None
+        )
+        self.recipes = self._names()
+        self.baseline = self.recipes[0] if self.recipes else None
+
+    def _names(self) -> tuple[str, ...]:
+        """Every recipe that is mentioned, in the plan's order, the baseline first."""
+        plan = self.recording.last(Plan)
+        found = [*(plan.recipes if plan else ()), *self.cards, *self.steps, *self.refusals]
+        baselines = [plan.baseline] if plan else [card.recipe for card in self.cards.values() if card.baseline]
+        return tuple(dict.fromkeys([*baselines[:1], *found]))
+
+    def refused(self, name: str) -> str | None:
+        """Why a recipe has no steps at all; a recipe that was given up after some steps is not refused."""
+        if name not in self.refusals or self.steps.get(name):
+            return None
+        refusal = self.refusals[name]
+        return f"{refusal.reason} ({refusal.source})" if refusal.source else refusal.reason
+
+
+@dataclass
+class _Measured:
+    """One recipe's numbers that do not need another recipe's."""
+
+    step: Figure
+    rounds: dict[int, list[float]]
+    host: Figure
+    bench: GemmTotals
+    views: list[TraceView] = field(default_factory=list)
+    ledger: Ledger | None = None
+    no_ledger: str | None = None
+    bad_loss: float | None = None
+
+
+def _latest(gemms: Numbered[Gemm]) -> Numbered[Gemm]:
+    """Captured GEMMs, one for each module, role, shape and family: a later one replaces an earlier."""
+    found = {(gemm.module, gemm.role, gemm.m, gemm.k, gemm.n, gemm.family): (line, gemm) for line, gemm in gemms}
+    return list(found.values())
+
+
+def _by_recipe(facts: Iterable[tuple[int, _F]]) -> dict[str, Numbered[_F]]:
+    found: dict[str, Numbered[_F]] = {}
+    for line, fact in facts:
+        found.setdefault(fact.recipe, []).append((line, fact))  # type: ignore[attr-defined]
+    return found
+
+
+def _lines(facts: Sequence[tuple[int, Fact]]) -> list[int]:
+    return [line for line, _ in facts]
+
+
+def _measure(name: str, facts: _Facts) -> _Measured:
+    steps = facts.steps.get(name, [])
+    rounds: dict[int, list[float]] = {}
+    for _, step in steps:
+        rounds.setdefault(step.round, []).append(step.ms)
+    if rounds:
+        estimate = median_interval(rounds)
+        source = lines_of("step_time", _lines(steps))
+        step_ms = Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, source)
+    else:
+        step_ms = Figure.missing("ms", facts.refused(name) or f"no timed step of {name} was recorded")
+    views = [view(trace, line) for line, trace in facts.traces.get(name, [])]
+    made, no_ledger = ledger(views, step_ms, facts.device_type)
+    return _Measured(
+        step=step_ms,
+        rounds=rounds,
+        host=_host(name, facts),
+        bench=totals(facts.gemms, facts.benchmark, name, facts.baseline or name),
+        views=views,
+        ledger=made,
+        no_ledger=no_ledger,
+        bad_loss=bad_loss(facts.losses.get(name, [])),
+    )
+
+
+def _host(name: str, facts: _Facts) -> Figure:
+    found = facts.hosts.get(name, [])
+    by_round: dict[int, list[float]] = {}
+    for _, host in found:
+        if math.isfinite(host.ms):
+            by_round.setdefault(host.round, []).append(host.ms)
+    if not by_round:
+        return Figure.missing("ms", f"no host time of {name} was recorded")
+    estimate = median_interval(by_round)
+    lines = lines_of("host_time", _lines(found))
+    return Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, lines)
+
+
+def _report(name: str, facts: _Facts, measured: dict[str, _Measured]) -> RecipeReport:
+    card = facts.cards.get(name)
+    title = card.title if card else name
+    is_baseline = name == facts.baseline
+    refusal = facts.refused(name)
+    if refusal is not None:
+        return RecipeReport(name, title, is_baseline, refusal=refusal)
+    part = measured[name]
+    base = measured[facts.baseline or name]
+    losses = facts.losses.get(name, [])
+    made_gap = None
+    if not is_baseline:
+        made_gap = gap(
+            facts.baseline or name,
+            name,
+            base.step,
+            part.step,
+            (base.ledger, part.ledger),
+            (base.no_ledger, part.no_ledger),
+            (base.bench, part.bench),
+            facts.on_cpu,
+        )
+    return RecipeReport(
+        name=name,
+        title=title,
+        baseline=is_baseline,
+        step_ms=part.step,
+        host_ms=part.host,
+        speedups=_speedups(base, part, is_baseline),
+        peak_gb=peak(name, facts.memory.get(name, []), facts.on_cpu),
+        samples=tuple((number, tuple(times)) for number, times in sorted(part.rounds.items())),
+        ledger=part.ledger,
+        no_ledger=part.no_ledger,
+        gap=made_gap,
+        gemms=part.bench.rows,
+        gemm_kernel_ms=part.bench.kernel,
+        gemm_autocast_ms=part.bench.autocast,
+        verdict=_verdict(name, facts, part, card),
+        scales=scale_rows(facts.scales.get(name, [])),
+        loss=last_loss(name, losses),
+        clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
+        numerics=numerics(losses, facts.scales.get(name, [])),
+    )
+
+
+def _speedups(base: _Measured, part: _Measured, is_baseline: bool) -> Speedups:
+    kernel = speedup(base.bench.kernel, part.bench.kernel)
+    gemm_in_step = (
+        base.ledger.buckets["gemm"]
+        if base.ledger is not None
+        else Figure.missing("ms", f"no ledger of the baseline: {base.no_ledger}")
+    )
+    allowed = amdahl(base.step, gemm_in_step, kernel)
+    autocast = speedup(base.bench.autocast, part.bench.autocast)
+    if is_baseline:
+        # Against itself every ratio is 1 exactly; two samples of the same noise would only blur that.
+        exact = [
+            Figure(1.0, "x", facts=figure.facts) if figure.value is not None else figure
+            for figure in (kernel, autocast, allowed)
+        ]
+        step = Figure(1.0, "x", facts=base.step.facts) if base.step.known else _no_ratio(base.step)
+        return Speedups(exact[0], exact[1], exact[2], step)
+    if not base.rounds or not part.rounds:
+        return Speedups(kernel, autocast, allowed, _no_ratio(part.step if base.rounds else base.step))
+    estimate = ratio(base.rounds, part.rounds)
+    source = (*base.step.facts, *part.step.facts)
+    step = Figure(estimate.value, "x", "derived", estimate.low, estimate.high, estimate.n, source)
+    return Speedups(kernel, autocast, allowed, step)
+
+
+def _no_ratio(missing: Figure) -> Figure:
+    return Figure.missing("x", missing.reason or "no step was timed")
+
+
+def _verdict(name: str, facts: _Facts, part: _Measured, card: Card | None) -> Verdict | None:
+    if card is None:
+        return None
+    variable = facts.variables.get("NVTE_BACKWARD_OVERRIDE")
+    argument = card.arguments.get("backward_override")
+    override = f"NVTE_BACKWARD_OVERRIDE={variable}" if variable else None
+    if override is None and argument:
+        override = f"backward_override={argument}"
+    if name == facts.baseline and not card.baseline:
+        card = Card(**{**card.__dict__, "baseline": True})
+    return verdict(
+        facts.gemms,
+        facts.dispatches.get(name, []),
+        {} if facts.on_cpu else kernel_witness(part.views, facts.book),
+        Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
+        facts.book.contradictions.get(name, ()),
+        () if facts.on_cpu else slow_paths(part.views),
+    )

@@ -1,0 +1,67 @@
+"""The verdict in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from lowprec_callback.analyze.gemms import operation
+from lowprec_callback.report import Figure, VerdictRow
+
+
+def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, asked: str, te: bool) -> str:
+    """One sentence: all as asked, or how much was and what was not."""
+    if coverage.value is None:
+        return f"What ran is not known: {coverage.reason}."
+    inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
+    outside = [row for row in rows if row.verdict == "outside"]
+    tail = ""
+    if outside:
+        names = ", ".join(dict.fromkeys(operation(row.module) for row in outside))
+        tail = f" Outside ({math.fsum(row.share for row in outside):.1%} of linear FLOPs): {names}."
+    if inside and all(row.verdict == "confirmed" for row in inside):
+        return f"All {'TE' if te else 'linear'} GEMMs ran in {asked}: {_extent(inside)}.{tail}"
+    kinds: dict[str, list[VerdictRow]] = {}
+    for row in inside:
+        if row.verdict != "confirmed":
+            kinds.setdefault(row.verdict, []).append(row)
+    told = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
+    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {told}.{tail}"
+
+
+def _floor_percent(share: float) -> str:
+    """A share in percent, rounded down: 99.97% is never called 100%."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"
+
+
+def _extent(rows: Sequence[VerdictRow]) -> str:
+    """`24 layers x 4 linears x 3 roles`, where the model is that regular; else `97 modules`."""
+    modules = dict.fromkeys(row.module for row in rows)
+    roles = {module: {row.role for row in rows if row.module == module} for module in modules}
+    kinds = Counter(operation(module) for module in modules)
+    every = set().union(*roles.values())
+    if len(set(kinds.values())) == 1 and all(found == every for found in roles.values()):
+        layers = next(iter(kinds.values()))
+        linears = f"{_count(len(kinds), 'linear')} x {_count(len(every), 'role')}"
+        return f"{layers} layers x {linears}" if layers > 1 else linears
+    return f"{len(modules)} modules, {len({(row.module, row.role) for row in rows})} GEMMs"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _places(rows: Sequence[VerdictRow]) -> str:
+    """`layers.*.mlp.fc2 (dgrad, wgrad: bf16 x bf16)` and how many more."""
+    grouped: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for row in rows:
+        roles, modules = grouped.setdefault((operation(row.module), row.ran), ([], []))
+        roles.append(row.role)
+        modules.append(row.module)
+    texts = [
+        f"{modules[0] if len(set(modules)) == 1 else name} ({', '.join(dict.fromkeys(roles))}: {ran})"
+        for (name, ran), (roles, modules) in grouped.items()
+    ]
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more

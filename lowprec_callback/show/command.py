@@ -1,0 +1,96 @@
+"""`lowprec report RUN`: a Recording, analysed and shown again, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from lowprec_callback.report import FILE_NAME, Report, ReportError, load_report
+
+NARROWEST = 40
+
+
+class _Failure(Exception):
+    """Something that the user must hear about in one sentence."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The subcommand `report`, for `lowprec_callback.cli`."""
+    parser = subparsers.add_parser("report", description="Show a run again, from its Recording alone.")
+    parser.add_argument("path", metavar="RUN", help=f"a run folder, its recording.jsonl, or a {FILE_NAME}")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the page")
+    parser.add_argument("--width", type=_width, metavar="N", help="columns of the page (default: the terminal's)")
+    parser.add_argument("--plots", action="store_true", help="write the plots as PNG beside the Recording")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the report; 0, or 2 with a sentence on standard error."""
+    path = Path(args.path)
+    try:
+        report = _report(path)
+        written = _plots(report, path) if args.plots else []
+    except _Failure as failure:
+        print(f"lowprec report: {' '.join(str(failure).split())}", file=sys.stderr)
+        return 2
+    if args.json:
+        _print_json(report)
+        for text in written:
+            print(text, file=sys.stderr)
+    else:
+        _print_page(report, args.width, written)
+    return 0
+
+
+def _report(path: Path) -> Report:
+    """The Report of a Recording, made now; or that of a report file, as it was saved."""
+    from lowprec_callback.recording import RecordingError, read
+
+    try:
+        if path.suffix == ".json":
+            return load_report(path)
+        recording = read(path)
+        from lowprec_callback.analyze.summary import analyze
+
+        return analyze(recording)
+    except (RecordingError, ReportError) as error:
+        raise _Failure(str(error)) from error
+
+
+def _plots(report: Report, path: Path) -> list[str]:
+    """Write the plots beside the Recording. What was written, and why the others were not."""
+    from lowprec_callback.show.plots import save_all
+
+    folder = path if path.is_dir() else path.parent
+    try:
+        plots = save_all(report, folder)
+    except OSError as error:
+        raise _Failure(f"{folder}: the plots cannot be written ({error.strerror or error})") from error
+    return [str(plot.path) if plot.path else f"no plot {plot.reason}" for plot in plots]
+
+
+def _print_json(report: Report) -> None:
+    text = report.to_json()
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(json.loads(text), indent=1) + "\n"
+    sys.stdout.write(text)
+
+
+def _print_page(report: Report, width: int | None, files: list[str]) -> None:
+    from rich.console import Console
+
+    from lowprec_callback.show.console import print_report
+
+    print_report(report, Console(width=width), files)
+
+
+def _width(text: str) -> int:
+    """A page width; argparse turns the exception into a sentence and exit code 2."""
+    if not text.isascii() or not text.isdigit() or int(text) < NARROWEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no width: give a whole number of at least {NARROWEST}")
+    return int(text)
