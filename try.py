@@ -227,7 +227,7 @@ class Environment:
         Path(own, f"{name}.pth").write_text("".join(f"{line}\n" for line in lines))
 
     def _pip(self, *arguments: object) -> bool:
-        quiet = ("-q", "--disable-pip-version-check")
+        quiet = ("-qq", "--disable-pip-version-check")  # errors only
         return run(self.python, "-m", "pip", "install", *quiet, *arguments) == 0
 
     def _install(self, extra: str = "") -> None:

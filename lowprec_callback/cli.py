@@ -42,32 +42,9 @@ def _in(module: str) -> Callable[[Subparsers], None]:
     return add_parser
 
 
-def _add_report(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("report", description="Show a run again, from its Recording alone.")
-    parser.add_argument("path", metavar="RUN", help="a run folder, or the recording.jsonl in it")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--width", type=_width, metavar="N", help="columns of the page (default: the terminal's)"
-    )
-    parser.set_defaults(run=_run_report)
-
-
-def _run_report(args: argparse.Namespace) -> int:
-    from lowprec_callback.show.command import run
-
-    code: int = run(args)
-    return code
-
-
-def _width(text: str) -> int:
-    if not text.isdecimal() or int(text) < 40:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of columns from 40")
-    return int(text)
-
-
 COMMANDS: dict[str, Command] = {
     "doctor": Command("what this machine can run, and why not the rest", _in("lowprec_callback.doctor")),
-    "report": Command("show a run again, from its Recording alone", _add_report),
+    "report": Command("show a run again, from its Recording alone", _in("lowprec_callback.show.command")),
 }
 
 

@@ -198,9 +198,7 @@ def _gpu(machine: Machine) -> Finding:
     if machine.gpu is not None:
         capability = "{}.{}".format(*machine.compute_capability or ("?", "?"))
         more = f"; {machine.gpu_count} GPUs" if machine.gpu_count > 1 else ""
-        return Finding(
-            "GPU", "ok", f"{machine.gpu}, compute capability {capability}, {machine.gpu_memory}{more}"
-        )
+        return Finding("GPU", "ok", f"{machine.gpu}, compute capability {capability}, {machine.gpu_memory}{more}")
     if machine.driver is None:
         return Finding("GPU", "absent", "none that CUDA can use")
     if machine.torch is not None and machine.torch_cuda is None:
@@ -218,16 +216,12 @@ def _driver(machine: Machine) -> Finding:
 
 def _cpu(machine: Machine) -> Finding:
     flags = ", ".join(machine.cpu_bf16)
-    return Finding(
-        "CPU", "ok", f"{machine.cpu}; {f'BF16 in hardware ({flags})' if flags else 'no BF16 in hardware'}"
-    )
+    return Finding("CPU", "ok", f"{machine.cpu}; {f'BF16 in hardware ({flags})' if flags else 'no BF16 in hardware'}")
 
 
 def _torch(machine: Machine) -> Finding:
     if machine.torch_problem is not None:
-        return Finding(
-            "torch", "warning", f"cannot be used: {machine.torch_problem}", "Nothing runs without it."
-        )
+        return Finding("torch", "warning", f"cannot be used: {machine.torch_problem}", "Nothing runs without it.")
     build = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
     return Finding("torch", "ok", f"{machine.torch}, {build}; Python {machine.python}")
 
@@ -235,11 +229,7 @@ def _torch(machine: Machine) -> Finding:
 def _transformer_engine(machine: Machine) -> Finding:
     name = "Transformer Engine"
     if machine.te_problem is None:
-        return (
-            Finding(name, "ok", machine.te or "version unknown")
-            if machine.te
-            else Finding(name, "absent", "not asked")
-        )
+        return Finding(name, "ok", machine.te) if machine.te else Finding(name, "absent", "not asked")
     found = f"cannot be imported: {machine.te_problem}"
     if machine.device_type == "cpu":
         return Finding(name, "absent", found, "Not needed here: it runs on NVIDIA GPUs only.")
@@ -253,9 +243,7 @@ def _cudnn(machine: Machine) -> list[Finding]:
         return []
     of_te, of_torch = machine.cudnn_of_te, machine.cudnn_of_torch
     if of_te is None:
-        return [
-            Finding("cuDNN", "warning", "Transformer Engine would find none", "Set CUDNN_HOME to its folder.")
-        ]
+        return [Finding("cuDNN", "warning", "Transformer Engine would find none", "Set CUDNN_HOME to its folder.")]
     version = of_te.version or "an unknown version"
     found = f"Transformer Engine takes {version} ({of_te.path}, by {of_te.found_by})"
     if of_torch is None:
@@ -266,7 +254,7 @@ def _cudnn(machine: Machine) -> list[Finding]:
     if version_tuple(of_te.version) >= version_tuple(of_torch.version):
         return [Finding("cuDNN", "ok", found)]
     home = Path(of_torch.path).parents[1]
-    cure = f"Start Python with CUDNN_HOME={home} and with {home}/lib first in LD_LIBRARY_PATH."
+    cure = f"Start Python with CUDNN_HOME=D and with D/lib first in LD_LIBRARY_PATH, where D is {home}"
     return [Finding("cuDNN", "warning", found, f"{UNFUSED_ATTENTION} {cure}")]
 
 

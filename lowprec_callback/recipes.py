@@ -160,9 +160,7 @@ class RecipeCard:
         gradient = _gradient_format(self.te_class, merged)
         if gradient is None:
             return replace(self, arguments=merged)
-        return replace(
-            self, arguments=merged, dgrad=(self.dgrad[0], gradient), wgrad=(self.wgrad[0], gradient)
-        )
+        return replace(self, arguments=merged, dgrad=(self.dgrad[0], gradient), wgrad=(self.wgrad[0], gradient))
 
     def misfit(self, m: int, k: int, n: int) -> str | None:
         """Why a layer of m tokens, k input and n output features cannot run in this recipe, or None."""

@@ -393,16 +393,19 @@ def _adapter(kind: str) -> Any:
 
 
 def encode(fact: Fact) -> str:
-    """One line of JSON for a fact, without the line's end. NaN becomes null, so that any JSON reader can read it."""
+    """One line of JSON for a fact, without the line's end.
+
+    JSON has no NaN and no infinities: they become the texts "NaN", "Infinity" and "-Infinity".
+    """
     body = {"fact": fact.kind, **dataclasses.asdict(fact)}
     return json.dumps(_finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
-    """`value` with NaN replaced by None and the two infinities by text, which JSON can carry."""
+    """`value` with NaN and the two infinities replaced by text, which JSON can carry and `float` can read."""
     if isinstance(value, float):
         if math.isnan(value):
-            return None
+            return "NaN"
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -552,8 +555,6 @@ def _decode(piece: bytes, file: Path, number: int, first: bool) -> Fact:
         )
     if kind not in _registry():
         raise RecordingError(f"{where}: unknown fact {kind!r}; known: {', '.join(sorted(_registry()))}")
-    if kind == Trace.kind and isinstance(body.get("launch_us"), list):
-        body["launch_us"] = [math.nan if item is None else item for item in body["launch_us"]]
     from pydantic import ValidationError
 
     try:

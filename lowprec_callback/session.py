@@ -29,7 +29,7 @@ from lowprec_callback.progress import make_progress
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
-from lowprec_callback.state import Snapshot
+from lowprec_callback.state import Rng, Snapshot
 from lowprec_callback.sweep import Sweep
 
 Status = Literal["finished", "shortened", "interrupted", "failed"]
@@ -99,7 +99,8 @@ class Session:
         folder, folder_problem = _run_folder(options.output_dir, training.name, training.speaks)
         try:
             baseline, asked = _cards(options, engine)
-            able, refused = _sort_out(engine, baseline, asked)
+            with Rng.kept():  # the probes draw random numbers
+                able, refused = _sort_out(engine, baseline, asked)
             if options.recipes is not None and len(able) == 1 and len(asked) > 1:
                 reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,7 @@ class Snapshot:
     optimizers: list[_KeptOptimizer]
     stateful: list[tuple[Any, dict[str, Any]]]
     training: list[tuple[nn.Module, bool]]
-    rng: _Rng
+    rng: Rng
 
     @staticmethod
     def take(
@@ -136,7 +137,7 @@ class Snapshot:
             optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],
             stateful=stateful,
             training=[(module, module.training) for module in model.modules()],
-            rng=_Rng.take(),
+            rng=Rng.take(),
         )
 
     @property
@@ -167,7 +168,7 @@ class Snapshot:
 
 
 @dataclass
-class _Rng:
+class Rng:
     """Python's, NumPy's and PyTorch's generators, on the CPU and on every CUDA device in use."""
 
     python: Any
@@ -176,11 +177,23 @@ class _Rng:
     torch_cuda: list[torch.Tensor]
 
     @staticmethod
-    def take() -> _Rng:
+    def take() -> Rng:
+        """Copy the state of all generators."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-        return _Rng(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+        return Rng(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    @staticmethod
+    @contextmanager
+    def kept() -> Iterator[None]:
+        """What runs inside may draw random numbers; afterwards nobody can tell."""
+        before = Rng.take()
+        try:
+            yield
+        finally:
+            before.restore()
 
     def restore(self) -> None:
+        """Put all generators back."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)

@@ -16,9 +16,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from lowprec_callback.engines.base import Engine
+from lowprec_callback.engines.base import Around, Engine
 from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
+from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
 from lowprec_callback.measure.nvtx import Ranges
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
@@ -27,7 +28,7 @@ from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
 from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Loss, Problem, Recorder, Restored
+from lowprec_callback.recording import End, Loss, Problem, Recorder, Restored, Role
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
@@ -275,7 +276,7 @@ class Sweep:
             stack.callback(_stop_quietly, tracer)
             yield  # a new session can lose kernels at its start
             scopes = self._ranged_scopes()
-            with scopes.installed(), self.engine.watch(scopes.current, around=gemm_range):
+            with scopes.installed(), self.engine.watch(scopes.current, around=_gemm_ranges(log)):
                 for index in range(self.settings.traced_steps):
                     synchronize(device)
                     self._traced_step = index
@@ -356,6 +357,15 @@ def _stop_quietly(tracer: Tracer) -> None:
         tracer.stop()
     except RuntimeError:
         return
+
+
+def _gemm_ranges(log: GemmLog) -> Around:
+    """Puts a profiler range around each GEMM call, with the name of its linear layer."""
+
+    def around(scope: Scope | None, role: Role, sizes: Sizes) -> AbstractContextManager[Any]:
+        return gemm_range(log.module_of(scope, sizes), role)
+
+    return around
 
 
 def _module_ranges() -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:

@@ -367,9 +367,7 @@ def test_a_named_recipe_of_another_engine_is_returned_and_then_refused() -> None
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
-    with pytest.raises(
-        RecipeError, match=r"no recipe 'fp8_delay'; did you mean 'fp8_delayed'\? known: fp32, bf16"
-    ):
+    with pytest.raises(RecipeError, match=r"no recipe 'fp8_delay'; did you mean 'fp8_delayed'\? known: fp32, bf16"):
         resolve(["fp8_delay"], "transformer_engine")
     with pytest.raises(RecipeError, match=r"no recipe 'zzz'; known: fp32"):
         resolve(["zzz"], "transformer_engine")
@@ -393,9 +391,7 @@ def test_folders_and_files_by_path(tmp_path: Path) -> None:
         resolve(str(tmp_path), "plain_torch")
 
 
-def test_a_folder_of_the_same_name_does_not_hide_a_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_the_same_name_does_not_hide_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bf16").mkdir()
     monkeypatch.chdir(tmp_path)
     assert names("bf16") == ["bf16"]
@@ -448,9 +444,7 @@ def test_static_refusals(recipe: str, changes: dict[str, Any], expected: str | N
     assert refusal(CARDS[recipe], **changes) == expected
 
 
-@given(
-    st.lists(st.integers(0, 10**6), min_size=1, max_size=4), st.sampled_from(["", "+cu130", ".dev0", "rc1"])
-)
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=4), st.sampled_from(["", "+cu130", ".dev0", "rc1"]))
 def test_version_tuple_reads_the_leading_numbers(numbers: list[int], rest: str) -> None:
     assert recipes.version_tuple(".".join(map(str, numbers)) + rest) == tuple(numbers)
 
@@ -465,7 +459,6 @@ def test_every_package_ships() -> None:
         pytest.skip("not in a checkout")
     named = tomllib.loads(project.read_text())["tool"]["setuptools"]["packages"]
     on_disk = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for file in (ROOT / "lowprec_callback").rglob("__init__.py")
+        ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "lowprec_callback").rglob("__init__.py")
     }
     assert set(named) == on_disk | {"lowprec_callback._recipes"}

@@ -67,13 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("checkpoint", type=Path, help="what train.py --checkpoint wrote")
-    p.add_argument(
-        "--start", type=int, default=5, choices=range(VOCABULARY), metavar="0..95", help="first token"
-    )
+    p.add_argument("--start", type=int, default=5, choices=range(VOCABULARY), metavar="0..95", help="first token")
     p.add_argument("--stride", type=int, default=3, choices=STRIDES, help="from each token to the next")
-    p.add_argument(
-        "--prompt", type=int, default=4, metavar="TOKENS", help="given; from 2 on they show the stride"
-    )
+    p.add_argument("--prompt", type=int, default=4, metavar="TOKENS", help="given; from 2 on they show the stride")
     p.add_argument("--length", type=int, default=24, metavar="TOKENS", help="in all")
     p.add_argument("--recipe", help="run in this one, e.g. fp8_delayed; in the model's own dtype")
     options = p.parse_args(arguments)

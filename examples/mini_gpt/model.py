@@ -58,12 +58,8 @@ class GPTConfig:
 
 
 PRESETS = {
-    "tiny": GPTConfig(
-        hidden=256, heads=4, layers=4, ffn=1024, sequence=64, batch=16, learning_rate=1e-3, steps=400
-    ),
-    "seed": GPTConfig(
-        hidden=768, heads=12, layers=4, ffn=3072, sequence=256, batch=32, learning_rate=3e-4, steps=800
-    ),
+    "tiny": GPTConfig(hidden=256, heads=4, layers=4, ffn=1024, sequence=64, batch=16, learning_rate=1e-3, steps=300),
+    "seed": GPTConfig(hidden=768, heads=12, layers=4, ffn=3072, sequence=256, batch=32, learning_rate=3e-4, steps=800),
     "medium": GPTConfig(
         hidden=2048, heads=16, layers=12, ffn=8192, sequence=512, batch=8, learning_rate=1e-4, steps=600
     ),
@@ -218,8 +214,7 @@ class MiniGPT(LightningModule):
                 self.parameters(), master_weights=True, **arguments
             )
             return optimizer
-        fused = next(self.parameters()).is_cuda
-        return torch.optim.AdamW(self.parameters(), fused=fused, **arguments)
+        return torch.optim.AdamW(self.parameters(), fused=True, **arguments)
 
     # --- Checkpoints ---------------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """Profile low-precision recipes on MiniGPT while it learns arithmetic sequences.
 
-python -m examples.mini_gpt.train --preset tiny
-python -m examples.mini_gpt.train --preset large --recipes fp8_delayed,fp8_block --profile-only
-python -m examples.mini_gpt.train --recipe bf16 --no-profile --checkpoint runs/mini_gpt.pt
+    python -m examples.mini_gpt.train --preset tiny
+    python -m examples.mini_gpt.train --preset large --recipes fp8_delayed,fp8_block --profile-only
+    python -m examples.mini_gpt.train --recipe bf16 --no-profile --checkpoint runs/mini_gpt.pt
+
+Parameters are BF16 on a GPU and FP32 on a CPU (`--precision`).
 """
 
 from __future__ import annotations
@@ -66,9 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--output-dir", default="runs", help="the run folder is made in it; %(default)s")
     for name in PLAN:
-        profile.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help="see LowPrecisionProfiler"
-        )
+        profile.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="see LowPrecisionProfiler")
 
     recipe = p.add_argument_group("recipe")
     recipe.add_argument("--recipe", help="train in it (after the profile, if any); what --precision says")

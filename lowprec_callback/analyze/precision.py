@@ -123,6 +123,12 @@ def same(asked: Operands, ran: Operands) -> bool:
     )
 
 
+def scaled_alike(asked: Operands, ran: Operands) -> bool:
+    """Whether operands of unknown format are scaled, and just as asked: then kernel names can tell the format."""
+    unknown = all(form not in _FORMAT_BITS for form in ran.formats)
+    return unknown and "none" not in ran.scalings and same(asked, Operands(asked.formats, ran.scalings))
+
+
 def kernel_fits(operands: Operands, precision: str) -> bool:
     """Whether a kernel of this precision can have multiplied these operands. TF32 multiplies FP32."""
     expected = operands.precision

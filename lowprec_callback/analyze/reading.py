@@ -160,10 +160,10 @@ def _about_best(best: RecipeReport, scene: Scene) -> list[str]:
     if bound:
         sentences.append(_launch(best, scene.baseline))
     if different and value > 1:
-        sentences.append(_promise(best))
+        sentences.append(_promise(best, scene.on_cpu))
     elif not bound:
         costs = _costs(best)
-        sentences.append(f"{_promise(best)}{f' What the step pays: {costs}.' if costs else ''}")
+        sentences.append(f"{_promise(best, scene.on_cpu)}{f' What the step pays: {costs}.' if costs else ''}")
     return sentences
 
 
@@ -186,14 +186,15 @@ def _launch(part: RecipeReport, base: RecipeReport) -> str:
     )
 
 
-def _promise(part: RecipeReport) -> str:
+def _promise(part: RecipeReport, on_cpu: bool) -> str:
     speedups = part.speedups
     assert speedups is not None
     kernel, autocast = speedups.kernel, speedups.autocast
     if kernel.value is None and autocast.value is None:
         text = f"What its GEMMs alone promised is not known: {kernel.reason}"
     else:
-        text = f"Its GEMMs promised {_known(kernel)} (kernels) and {_known(autocast)} (with quantization)"
+        cost = "casts" if on_cpu else "quantization"
+        text = f"Its GEMMs promised {_known(kernel)} (kernels) and {_known(autocast)} (with {cost})"
     if speedups.amdahl.value is not None:
         text += f"; Amdahl allows {_x(speedups.amdahl.value)}"
     elif kernel.value is not None:
@@ -240,13 +241,13 @@ def _read(part: RecipeReport, scene: Scene) -> str:
         paid = f" The step pays: {costs}." if costs else ""
         unknown = f"what its GEMMs alone gain is not known: {promised.reason}"
         return f"{name}: the step runs at {_x(step)}; {unknown}.{paid}"
-    gains = (
-        f"{_known(speedups.kernel)} as kernels and {_known(speedups.autocast)} with their quantization"
-        if speedups.kernel.value is not None and speedups.autocast.value is not None
-        else f"{_x(promised.value)}"
-    )
+    gains = _x(promised.value)
+    if speedups.kernel.value is not None and speedups.autocast.value is not None:
+        cost = "casts" if scene.on_cpu else "quantization"
+        gains = f"{_known(speedups.kernel)} as kernels and {_known(speedups.autocast)} with their {cost}"
     if promised.value < NEAR_ONE:
-        return f"{name}: GEMM speedup near 1 ({gains}), and the step at {_x(step)}. {_why_near_one(part, scene)}"
+        near = f"{name}: GEMM speedup near 1 ({gains}), and the step at {_x(step)}. {_why_near_one(part, scene)}"
+        return f"{near} {_launch(part, scene.baseline)}" if launch_bound(part, scene.on_cpu) else near
     if step - 1 >= NEAR_STEP * (promised.value - 1):
         share = _gemm_share(scene.baseline)
         weight = f"; GEMMs are {share:.0%} of the {scene.baseline.name} step" if share is not None else ""
@@ -259,7 +260,8 @@ def _why_near_one(part: RecipeReport, scene: Scene) -> str:
     assert part.speedups is not None
     kernel = part.speedups.kernel.value
     if kernel is not None and kernel >= 1.10:
-        return "Quantization takes back what the kernels gain, so that the step has nothing to win."
+        cost = "Casting" if scene.on_cpu else "Quantization"
+        return f"{cost} takes back what the kernels gain, so that the step has nothing to win."
     bound = sum(row.calls for row in part.gemms if row.launch_bound)
     if bound:
         calls = sum(row.calls for row in part.gemms)

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, shown
+from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.verdict_summary import summary
-from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place
+from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place, kernel_place
 from lowprec_callback.recording import Card, Dispatch, Gemm
 from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
 
@@ -54,14 +54,20 @@ def verdict(
         for gemm in captured
         if gemm.role == "fprop" and any(o.operands.quantized for o in witness.outcomes(gemm, only_shape=False))
     }
+    # What reached the library where the kernels of several GEMMs bear one label.
+    sharers: dict[Place, list[list[Outcome]]] = {}
+    for gemm in captured:
+        found = witness.outcomes(gemm, only_shape=False)
+        sharers.setdefault(kernel_place(gemm, kernels), []).append(found)
     rows: list[VerdictRow] = []
     reachable: list[bool] = []
     disagreements = list(contradictions)
     for gemm in captured:
         place = (gemm.module, gemm.role)
         outcomes = witness.outcomes(gemm, only_shape=shapes[place] > 1)
-        sight = kernels.get(place) if audit.kernels_speak else None
-        clash = _clash(gemm, Operands.asked(audit.card, gemm.role), outcomes, sight)
+        sight = kernels.get(kernel_place(gemm, kernels)) if audit.kernels_speak else None
+        neighbours = [outcome for found in sharers[kernel_place(gemm, kernels)] for outcome in found]
+        clash = _clash(gemm, Operands.asked(audit.card, gemm.role), neighbours, sight)
         if clash:
             disagreements.append(clash)
         seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward)
@@ -154,6 +160,9 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
         elif emulated and outcome.operands.precision == "fp8-block":
             ran += ", run as mxfp8"
             word, why = "emulated", "block scales were converted before the product, and an MXFP8 kernel ran"
+        elif kernels and gemm.quantizable and len(seen.outcomes) == 1 and scaled_alike(asked, outcome.operands):
+            _, word, why = _by_kernels_alone(gemm, asked, sight, audit)
+            why = "kernel names tell the format, operands the scaling" if word == "confirmed" else why
         else:
             word, why = _judge(gemm, asked, outcome, audit, seen.quantized_forward)
             why = "; ".join(text for text in (why, _tf32(sight) if kernels else _silence(sight, audit)) if text)
@@ -236,16 +245,23 @@ def _by_kernels_alone(
             "its operands were not seen, and not every kernel name is known",
         )
     strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
+    if strange and len(sight.known) > 1 and (gemm.module, gemm.role) != sight.place:
+        return ran, "unproven", f"the kernels of {sight.place[0]} differ, and which are its own is not known"
+    formats = sight.operands - {tuple(sorted(asked.formats))}
+    if not strange and formats and asked.precision == "fp8":
+        text = " x ".join(sorted(formats)[0])
+        return text, "fallback", f"ran another recipe: a kernel for {text} (by kernel names alone)"
     if not strange:
         note = "; a kernel name does not tell delayed from current scaling" if asked.precision == "fp8" else ""
         return ran, "confirmed", f"by kernel names alone{note}"
     if asked.precision == "fp8-block" and strange == ["mxfp8"]:
         return ran, "emulated", "block scaling ran as MXFP8 (by kernel names alone)"
-    if gemm.role != "fprop" and audit.backward_override:
-        return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"
     worst = max(strange, key=lambda precision: BITS.get(precision, 0))
     if worst not in BITS:
         return ran, "unproven", f"a kernel of precision {worst} ran"
+    wider = BITS[worst] > BITS.get(asked.precision, 0)
+    if wider and gemm.role != "fprop" and audit.backward_override:
+        return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"
     return ran, "fallback", f"{_how_it_fell(asked.precision, worst, worst)} (by kernel names alone)"
 
 

@@ -19,7 +19,8 @@ def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Fig
     tail = ""
     if outside:
         names = ", ".join(dict.fromkeys(operation(row.module) for row in outside))
-        tail = f" Outside ({math.fsum(row.share for row in outside):.1%} of linear FLOPs): {names}."
+        share = math.fsum(row.share for row in outside)
+        tail = f" Outside ({f'{share:.1%}' if share >= 0.001 else '<0.1%'} of linear FLOPs): {names}."
     if inside and all(row.verdict == "confirmed" for row in inside):
         return f"All {'TE' if te else 'linear'} GEMMs ran in {asked}: {_extent(inside)}.{tail}"
     kinds: dict[str, list[VerdictRow]] = {}
@@ -36,16 +37,24 @@ def _floor_percent(share: float) -> str:
 
 
 def _extent(rows: Sequence[VerdictRow]) -> str:
-    """`24 layers x 4 linears x 3 roles`, where the model is that regular; else `97 modules`."""
-    modules = dict.fromkeys(row.module for row in rows)
-    roles = {module: {row.role for row in rows if row.module == module} for module in modules}
-    kinds = Counter(operation(module) for module in modules)
-    every = set().union(*roles.values())
-    if len(set(kinds.values())) == 1 and all(found == every for found in roles.values()):
-        layers = next(iter(kinds.values()))
-        linears = f"{_count(len(kinds), 'linear')} x {_count(len(every), 'role')}"
-        return f"{layers} layers x {linears}" if layers > 1 else linears
-    return f"{len(modules)} modules, {len({(row.module, row.role) for row in rows})} GEMMs"
+    """`24 layers x 4 linears x 3 roles`, with `and head` if there is more; `97 modules` if it is less regular."""
+    roles: dict[str, set[str]] = {}
+    for row in rows:
+        roles.setdefault(row.module, set()).add(row.role)
+    kinds = Counter(operation(module) for module in roles)
+    repeated = {name: count for name, count in kinds.items() if count > 1}
+    single = [name for name in kinds if name not in repeated]
+    each = len(next(iter(roles.values())))
+    odd = len(set(repeated.values())) > 1 or (repeated and any("*" in name for name in single))
+    if odd or len({frozenset(found) for found in roles.values()}) > 1:
+        return f"{len(roles)} modules, {sum(len(found) for found in roles.values())} GEMMs"
+    if not repeated:
+        return f"{_count(len(single), 'linear')} x {_count(each, 'role')}"
+    layers = f"{next(iter(repeated.values()))} layers x {_count(len(repeated), 'linear')}"
+    if not single:
+        return f"{layers} x {_count(each, 'role')}"
+    more = single[0] if len(single) == 1 else f"{len(single)} more"
+    return f"({layers} and {more}) x {_count(each, 'role')}"
 
 
 def _count(number: int, what: str) -> str:

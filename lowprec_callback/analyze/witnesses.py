@@ -67,6 +67,8 @@ class OperandWitness:
 class KernelSight:
     """The GEMM kernels that ran for one module and role."""
 
+    place: Place
+    """The label that the kernels bear."""
     counts: dict[str, int] = field(default_factory=dict)
     """Precision (`unknown` included) to number of kernels."""
     operands: set[tuple[str, str]] = field(default_factory=set)
@@ -111,6 +113,18 @@ class SignatureBook:
         return next(iter(found)) if len(found) == 1 else UNKNOWN
 
 
+def kernel_place(gemm: Gemm, kernels: Mapping[Place, KernelSight]) -> Place:
+    """Where this GEMM's kernels are: under its own name, or under its module's.
+
+    LayerNormMLP is one module that runs two linears, `.fc1` and `.fc2`; only the operand witness tells them apart.
+    """
+    place = (gemm.module, gemm.role)
+    parent, _, last = gemm.module.rpartition(".")
+    if place not in kernels and last in ("fc1", "fc2") and (parent, gemm.role) in kernels:
+        return parent, gemm.role
+    return place
+
+
 def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Place, KernelSight]:
     """What ran for each module and role, by kernel name. An unknown name is looked up in the book."""
     found: dict[Place, KernelSight] = {}
@@ -121,7 +135,7 @@ def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Plac
             precision = group.kernel.precision
             if precision == UNKNOWN:
                 precision = book.precision(group.name)
-            sight = found.setdefault((group.module, group.role), KernelSight())
+            sight = found.setdefault((group.module, group.role), KernelSight((group.module, group.role)))
             sight.counts[precision] = sight.counts.get(precision, 0) + group.count
             if group.kernel.operands is not None:
                 first, second = sorted(group.kernel.operands)

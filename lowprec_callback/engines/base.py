@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowprec_callback.measure.dispatch import Call
+from lowprec_callback.measure.dispatch import Call, Sizes
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import Role, Scales
 
 Current = Callable[[], Scope | None]
-Around = Callable[[Scope | None, Role], AbstractContextManager[Any]]
+Around = Callable[[Scope | None, Role, Sizes], AbstractContextManager[Any]]
 Replay = Callable[[Role, Callable[[], Any]], None]
 
 

@@ -69,6 +69,10 @@ _FLAGS = (
 )
 
 
+Sizes = tuple[int, int, int] | None
+"""(M, K, N) of a layer's forward GEMM, where it could be read."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One GEMM call as it was made. `m`, `k`, `n` are those of the layer's forward GEMM."""
@@ -100,7 +104,7 @@ def describe(operand: Any) -> Operand:
         if name.startswith(start):
             quantizer = getattr(operand, "_quantizer", None)
             quantizer_name = type(quantizer).__name__ if quantizer is not None else None
-            element = str(getattr(operand, attribute, "")).upper()
+            element = _name_of(getattr(operand, attribute, ""))
             element_format = next((f for f in ("e4m3", "e5m2", "e2m1") if f.upper() in element), "unknown")
             if scaling == "nvfp4-16" and element_format == "unknown":
                 element_format = "e2m1"
@@ -155,7 +159,7 @@ def watch_entries(
     tex: Any,
     current: Callable[[], Scope | None],
     sink: Callable[[Call], None] | None = None,
-    around: Callable[[Scope | None, Role], Any] | None = None,
+    around: Callable[[Scope | None, Role, Sizes], Any] | None = None,
     replay: Callable[[Role, Callable[[], Any]], None] | None = None,
 ) -> Iterator[None]:
     """Replace TE's GEMM entries while the context lasts.
@@ -164,7 +168,8 @@ def watch_entries(
         tex: the module `transformer_engine_torch`.
         current: gives the module that runs on the calling thread.
         sink: gets each call. Its exceptions would reach the user's training step, so it must not raise.
-        around: gives a context manager to enter around the call (a profiler range).
+        around: gives a context manager to enter around the call (a profiler range), from the module that runs, the
+            role, and the forward GEMM's sizes.
         replay: gets the role and a function that makes the very same call again, before it is made for real: the
             benchmark times the GEMM alone that way, with the operands that training gave it.
     """
@@ -183,7 +188,7 @@ def watch_entries(
                 replay(role, lambda: original(*args, **kwargs))
             if around is None or role is None:
                 return original(*args, **kwargs)
-            with around(scope, role):
+            with around(scope, role, _sizes(name, args, role)):
                 return original(*args, **kwargs)
 
         return entry
@@ -204,15 +209,28 @@ def _layout(args: tuple[Any, ...]) -> str:
     return f"{'T' if args[1] else 'N'}{'T' if args[3] else 'N'}"
 
 
+def _operands(name: str, args: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """The pairs of operands of one call: several for a grouped entry."""
+    return list(zip(args[0], args[2], strict=True)) if name != ENTRY else [(args[0], args[2])]
+
+
+def _sizes(name: str, args: tuple[Any, ...], role: Role) -> Sizes:
+    """(M, K, N) of the forward GEMM, or None if this version of TE passes operands in a way that we do not know."""
+    try:
+        first, second = _operands(name, args)[0]
+        return sizes_of(role, first, second)
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None
+
+
 def _read_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope | None, role: Role, layout: str
 ) -> Call | None:
     """Read one call's operands; None if this version of TE passes them in a way that we do not know."""
     try:
         grouped = name != ENTRY
-        first_all = list(args[0]) if grouped else [args[0]]
-        second_all = list(args[2]) if grouped else [args[2]]
-        sizes = [sizes_of(role, a, b) for a, b in zip(first_all, second_all, strict=True)]
+        pairs = _operands(name, args)
+        sizes = [sizes_of(role, first, second) for first, second in pairs]
         out_dtype = args[6] if len(args) > 6 else kwargs.get("output_dtype")
         output = args[4] if len(args) > 4 else None
         return Call(
@@ -222,8 +240,8 @@ def _read_call(
             k=sizes[0][1],
             n=sizes[0][2],
             layout=layout,
-            first=describe(first_all[0]),
-            second=describe(second_all[0]),
+            first=describe(pairs[0][0]),
+            second=describe(pairs[0][1]),
             output=format_of(output.dtype) if isinstance(output, torch.Tensor) else _te_dtype(out_dtype),
             accumulate=bool(args[14]) if not grouped and len(args) > 14 else False,
             bias=not grouped and len(args) > 7 and args[7] is not None,
@@ -244,8 +262,13 @@ def sizes_of(role: Role, first: Any, second: Any) -> tuple[int, int, int]:
     return a[0], a[1], b[1]  # A = X (M x K), B = dY (M x N)
 
 
+def _name_of(value: Any) -> str:
+    """Name of one of TE's element types, in capitals. They are integers to `str`: pybind enums before, IntEnums now."""
+    return str(getattr(value, "name", value)).upper()
+
+
 def _te_dtype(value: Any) -> str:
-    text = str(value).upper()
+    text = _name_of(value)
     for mark, short in (
         ("BFLOAT16", "bf16"),
         ("FLOAT16", "fp16"),

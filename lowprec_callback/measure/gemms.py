@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from lowprec_callback.engines.base import Engine
+from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Mode, Role
@@ -197,7 +198,7 @@ class _LayerBench:
         self._marks.append((what, event))
 
     @contextmanager
-    def _around(self, _scope: Scope | None, role: Role) -> Iterator[None]:
+    def _around(self, _scope: Scope | None, role: Role, _sizes: Sizes) -> Iterator[None]:
         self._mark(f"<{role}")
         yield
         self._mark(f">{role}")

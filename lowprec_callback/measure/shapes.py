@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowprec_callback.engines.base import LinearLayer, Weight
-from lowprec_callback.measure.dispatch import AtenProduct, Call
+from lowprec_callback.measure.dispatch import AtenProduct, Call, Sizes
+from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recording import ROLES, Dispatch, Gemm, Operand, Role
 
 _ROLE_ORDER = {role: index for index, role in enumerate(ROLES)}
@@ -110,6 +111,12 @@ class GemmLog:
                     entry=product.op,
                 )
             )
+
+    def module_of(self, scope: Scope | None, sizes: Sizes) -> str:
+        """The path of the linear layer that a call of these sizes belongs to, as `Gemm.module` names it."""
+        path = scope.module if scope else ""
+        found = self._find(path, sizes[1], sizes[2]) if sizes else None
+        return found[0].path + found[1].suffix if found else path
 
     def _find(self, path: str, k: int, n: int) -> tuple[LinearLayer, Weight] | None:
         """The layer at `path`, or below it (operators fused by te.ops), that owns a weight of K x N."""

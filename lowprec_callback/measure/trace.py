@@ -51,9 +51,9 @@ def module_range(scope: Scope) -> AbstractContextManager[Any]:
     return record_function(f"{PREFIX}module|{scope.direction}|{scope.module}")
 
 
-def gemm_range(scope: Scope | None, role: Role) -> AbstractContextManager[Any]:
-    """One GEMM call of the library."""
-    return record_function(f"{PREFIX}gemm|{role}|{scope.module if scope else ''}")
+def gemm_range(module: str, role: Role) -> AbstractContextManager[Any]:
+    """One GEMM call of the library, for the linear layer `module`."""
+    return record_function(f"{PREFIX}gemm|{role}|{module}")
 
 
 class Tracer:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.path)
     try:
         report = _report(path)
-        written = _plots(report, path) if args.plots else []
+        written = _plots(report, path) if getattr(args, "plots", False) else []
     except _Failure as failure:
         print(f"lowprec report: {' '.join(str(failure).split())}", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ def gap_waterfall(report: Report) -> Canvas:
         _panel(axes, gap)
     panels[-1].set_xlabel("ms of one step  (green saves time, orange costs it)")
     # One scale for all panels, with room for the numbers at the right.
-    panels[-1].set_xlim(0, max(axes.dataLim.x1 for axes in panels) * 1.2)
+    panels[-1].set_xlim(0, max(axes.dataLim.x1 for axes in panels) * 1.2 or 1.0)
     not_shown = [f"{gap.recipe} not shown: {_why(gap)}" for gap in gaps if gap not in shown]
     not_shown += [
         f"{gap.recipe}, {term.name} not known: {words.why_missing(term.ms)}"
@@ -125,9 +125,9 @@ def _title(gap: Gap) -> str:
 def _conclusion(report: Report, gaps: list[Gap]) -> str:
     """About the fastest recipe that has a gap."""
     best = min(gaps, key=lambda gap: gap.end.value or 0.0)
-    speedups = report.recipe(best.recipe).speedups
-    step = speedups.step.value if speedups else None
+    recipe = report.recipe(best.recipe)
+    step = recipe.speedups.step.value if recipe.speedups else None
     factor = f" ({words.fixed(step, 2)}x)" if step is not None else ""
-    faster = (best.end.value or 0.0) < (best.start.value or 0.0)
     told = f"{words.bare(best.start)} ms became {words.bare(best.end)} with {best.recipe}{factor}"
-    return told if faster else f"No recipe is faster: {told}"
+    before = {"slower": "No recipe is faster: ", "unclear": "No clear difference: "}
+    return before.get(plot_style.clarity(recipe), "") + told

@@ -19,7 +19,7 @@ LIGHTEN: dict[Role, float] = {"fprop": 0.0, "dgrad": 0.55, "wgrad": 0.55}
 HATCH: dict[Role, str] = {"fprop": "", "dgrad": "", "wgrad": "////"}
 REST = "other operations"
 BAR = 0.68
-LEGEND_CHARACTERS = 34
+LEGEND_CHARACTERS = 44
 
 
 def gemm_times(report: Report) -> Canvas:
@@ -32,9 +32,11 @@ def gemm_times(report: Report) -> Canvas:
     drawn = {mode: [recipe for recipe in recipes if _total(recipe, mode).known] for mode, _ in MODES}
     if not any(drawn.values()):
         raise NothingToPlot("no recipe has a complete GEMM benchmark")
-    width = max(8.0, 3.0 + 2 * 0.95 * max(len(found) for found in drawn.values()))
-    figure = plot_style.canvas(width, 5.2)
     colours = _colours(report)
+    bars = max(len(found) for found in drawn.values())
+    legend = max(len(line) for operation in colours for line in _legend_text(operation).split("\n"))
+    width = max(5.5, 1.0 + 2 * 0.95 * bars) + 0.6 + 0.075 * legend
+    figure = plot_style.canvas(width, 5.2)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (mode, name) in zip(panels, MODES, strict=True):
         _panel(axes, drawn[mode], mode, colours)
@@ -131,13 +133,18 @@ def _label(axes: Axes, place: int, top: float, recipe: RecipeReport, mode: Mode)
     axes.annotate(text, (place, top), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=8.5)
 
 
+def _legend_text(operation: Operation) -> str:
+    """Name and shape, on one line if they are short."""
+    text = f"{operation.name}  {operation.shape}"
+    if len(text) <= LEGEND_CHARACTERS:
+        return text
+    return "\n".join([*textwrap.wrap(operation.name, LEGEND_CHARACTERS), operation.shape])
+
+
 def _legend(figure: Canvas, colours: dict[Operation, str]) -> None:
     """Operations by colour, roles by shade."""
     shown = list(colours.items())[: len(plot_style.PALETTE)]
-    handles = [
-        Patch(color=colour, label=textwrap.fill(f"{operation.name} {operation.shape}", LEGEND_CHARACTERS))
-        for operation, colour in shown
-    ]
+    handles = [Patch(color=colour, label=_legend_text(operation)) for operation, colour in shown]
     if len(colours) > len(shown):
         handles.append(Patch(color=plot_style.GREY, label=f"{REST} ({len(colours) - len(shown)})"))
     for role in ROLES:

@@ -39,7 +39,6 @@ def step_times(report: Report) -> Canvas:
         _strip(left, row, recipe, 0.0, 1.0)
         _strip(right, row, recipe, median, 100 / median if median else 1.0)
         left.plot([median, median], [row - 0.36, row + 0.36], color=MEDIAN, linewidth=1.6, label="median")
-        _number(left, row, median, f"{words.ms(recipe.step_ms)} ms")
     right.axvline(0, color=MEDIAN, linewidth=1.2)
     for axes in (left, right):
         axes.xaxis.grid(True, color="#E5E5E5", linewidth=0.7)
@@ -47,6 +46,9 @@ def step_times(report: Report) -> Canvas:
     left.set_yticks(range(len(recipes)), [recipe.name for recipe in recipes], parse_math=False)
     left.set_ylim(len(recipes) - 0.4, -0.75)
     left.margins(x=0.2)
+    left.set_xlim(left=max(0.0, left.get_xlim()[0]))
+    for row, recipe in enumerate(recipes):
+        _number(left, row, recipe)
     low, high = right.get_xlim()
     right.set_xlim(min(low, -0.5), max(high, 0.5))
     left.set_xlabel("step, ms")
@@ -74,11 +76,20 @@ def _strip(axes: Axes, row: int, recipe: RecipeReport, origin: float, scale: flo
         )
 
 
-def _number(axes: Axes, row: int, median: float, text: str) -> None:
-    """The median and its half-width, above the recipe's strip."""
-    above = (median, row - 0.36)
+def _number(axes: Axes, row: int, recipe: RecipeReport) -> None:
+    """The median and its half-width above the recipe's strip; near an edge of the axes, turned inwards."""
+    assert recipe.step_ms.value is not None
+    low, high = axes.get_xlim()
+    place = (recipe.step_ms.value - low) / (high - low)
     axes.annotate(
-        text, above, (0, 1), textcoords="offset points", ha="center", va="bottom", fontsize=8, color=plot_style.INK
+        f"{words.ms(recipe.step_ms)} ms",
+        (recipe.step_ms.value, row - 0.36),
+        (0, 1),
+        textcoords="offset points",
+        ha="left" if place < 0.15 else "right" if place > 0.85 else "center",
+        va="bottom",
+        fontsize=8,
+        color=plot_style.INK,
     )
 
 
@@ -100,16 +111,16 @@ def _legend(figure: Canvas, recipes: list[RecipeReport]) -> None:
 
 
 def _conclusion(recipes: list[RecipeReport]) -> str:
-    """`fp8_delayed is fastest: a median of 513.0 ms a step against 819.2 (bf16)`."""
-    best = min(recipes, key=lambda recipe: recipe.step_ms.value or 0.0)
-    base = next((recipe for recipe in recipes if recipe.baseline), None)
-    text = f"{best.name} is fastest: a median of {words.bare(best.step_ms)} ms a step"
-    if len(recipes) == 1:
-        return f"{best.name}: a median of {words.bare(best.step_ms)} ms a step"
-    if base is None:
-        return text
-    if best is base:
-        others = [recipe for recipe in recipes if recipe is not base]
-        second = min(others, key=lambda recipe: recipe.step_ms.value or 0.0)
-        return f"{text}; the next, {second.name}, takes {words.bare(second.step_ms)}"
-    return f"{text} against {words.bare(base.step_ms)} ({base.name})"
+    """`Shortest step with fp8_delayed: median 513.0 ms against 819.2 (bf16)`, if the interval allows it."""
+    best, *others = sorted(recipes, key=lambda recipe: recipe.step_ms.value or 0.0)
+    if not others:
+        return f"{best.name}: median {words.bare(best.step_ms)} ms a step"
+    rival = next((recipe for recipe in others if recipe.baseline), others[0])
+    medians = f"median {words.bare(best.step_ms)} ms against {words.bare(rival.step_ms)} ({rival.name})"
+    # Speedups are told against the baseline, which is one of the two.
+    clarity = plot_style.clarity(rival if best.baseline else best)
+    if clarity == "unclear":
+        return f"No clear difference: {best.name} {medians}"
+    if clarity == "unknown":
+        return f"Steps with {best.name}: {medians}"
+    return f"Shortest step with {best.name}: {medians}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -61,6 +62,17 @@ def frame(figure: Canvas, conclusion: str, report: Report, not_shown: Sequence[s
     lines = [line for text in [*not_shown, where] for line in textwrap.wrap(words.one_line(text), int(inches * 15))]
     figure.set_figheight(figure.get_figheight() + 0.14 * (len(lines) - 1))
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color=GREY, parse_math=False)
+
+
+Clarity = Literal["faster", "slower", "unclear", "unknown"]
+
+
+def clarity(recipe: RecipeReport) -> Clarity:
+    """What the interval of a recipe's step speedup allows to say; a title claims no more than that."""
+    step = recipe.speedups.step if recipe.speedups else None
+    if step is None or step.low is None or step.high is None:
+        return "unknown"
+    return "faster" if step.low > 1 else "slower" if step.high < 1 else "unclear"
 
 
 def ran(report: Report) -> list[RecipeReport]:

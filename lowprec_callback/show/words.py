@@ -173,8 +173,11 @@ def listed(names: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every run of white space (exceptions bring their own line ends) made one space."""
-    return " ".join(text.split())
+    """Text with every run of white space and control characters made one space.
+
+    Reasons are often texts of exceptions, which bring their own line ends, and escape sequences at times.
+    """
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")

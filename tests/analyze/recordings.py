@@ -36,9 +36,7 @@ from lowprec_callback.recording import (
     Trace,
 )
 
-BF16_CARD = Card(
-    "bf16", "BF16", ("bf16", "bf16"), ("bf16", "bf16"), ("bf16", "bf16"), "none", baseline=True
-)
+BF16_CARD = Card("bf16", "BF16", ("bf16", "bf16"), ("bf16", "bf16"), ("bf16", "bf16"), "none", baseline=True)
 DELAYED_CARD = Card(
     "fp8_delayed", "FP8, delayed scaling", ("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e4m3", "e5m2"), "tensor-delayed"
 )
@@ -132,7 +130,10 @@ def gemm_times(
             for mode, ms in (("kernel", kernel_ms), ("autocast", autocast_ms)):
                 found.append(
                     GemmTime(
-                        recipe, role, *shape[:3], mode,  # type: ignore[arg-type]
+                        recipe,
+                        role,
+                        *shape[:3],
+                        mode,  # type: ignore[arg-type]
                         samples_ms=tuple(ms * factor for factor in (0.99, 1.0, 1.01, 1.0, 1.002)),
                         family=shape[3],
                         kernels=(GEMM_NAMES[recipe][role],) if names and recipe in GEMM_NAMES else (),
@@ -183,9 +184,7 @@ class Kernel:
     """None: right after the kernel before it."""
 
 
-def trace(
-    recipe: str, kernels: Sequence[Kernel], wall_ms: float, step: int = 0, expected: int | None = None
-) -> Trace:
+def trace(recipe: str, kernels: Sequence[Kernel], wall_ms: float, step: int = 0, expected: int | None = None) -> Trace:
     """Kernels one after the other, from time zero."""
     names: dict[str, int] = {}
     labels: dict[str, int] = {"": 0}
@@ -295,7 +294,9 @@ def gpu_facts(
             ]
             if name == "fp8_delayed":
                 facts.append(
-                    Scales(name, linears[0].module, "fwd", ("input", "weight"), (16.0, 32.0), (3.0, 1.0), (4.0, 2.0), 1024)
+                    Scales(
+                        name, linears[0].module, "fwd", ("input", "weight"), (16.0, 32.0), (3.0, 1.0), (4.0, 2.0), 1024
+                    )
                 )
     for name, s in speeds.items():
         for step in range(2):

@@ -114,7 +114,7 @@ def _remarks(recipe: RecipeReport) -> list[tuple[str, str | Text]]:
 
 
 def _kernels(names: Sequence[str], most: int = 3) -> str:
-    """The first few kernel names whole, since half a kernel's name identifies nothing."""
+    """The first few names whole, since half a kernel's name identifies nothing."""
     shown = ", ".join(words.one_line(name) for name in names[:most])
     rest = len(names) - most
-    return shown if rest <= 0 else f"{shown}; {words.left_out(rest, 'kernel', 'report.json')}"
+    return shown if rest <= 0 else f"{shown}; {words.left_out(rest, 'name', 'report.json')}"

@@ -21,6 +21,8 @@ GOOD, BAD, DIM, WARN = "green", "red", "dim", "yellow"
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 FULL = "█"
+DUST = 1e-6
+"""Below this share of the largest, a term is what rounding leaves of zero, and gets no bar."""
 
 
 def heading(title: str) -> Text:
@@ -89,7 +91,7 @@ def side_by_side(
 
 def bar(size: float, largest: float, width: int) -> str:
     """A bar of |size| / |largest| * `width` cells, in eighths of a cell; the smallest is still visible."""
-    if not largest or not size:
+    if not largest or abs(size) <= DUST * abs(largest):
         return ""
     eighths = max(1, round(abs(size) / abs(largest) * width * 8))
     return FULL * (eighths // 8) + EIGHTHS[eighths % 8].strip()

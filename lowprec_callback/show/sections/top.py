@@ -47,17 +47,15 @@ def headline(report: Report, _width: int) -> list[RenderableType]:
 
 
 def reading(report: Report, _width: int) -> list[RenderableType]:
-    """What the GEMMs promised against what the step gained, in words."""
+    """What the GEMMs promised against what the step gained, in words; each recipe's under its name."""
     if not report.reading:
         return []
-    return [parts.heading("GEMM promise against measured step"), *parts.entries(_by_recipe(report))]
-
-
-def _by_recipe(report: Report) -> list[tuple[str, str | Text]]:
-    """A sentence that begins with a recipe's name (`fp8_delayed: ...`) hangs under it."""
-    pairs: list[tuple[str, str | Text]] = []
+    named: list[tuple[str, str | Text]] = []
+    others: list[RenderableType] = []
     for sentence in map(words.one_line, report.reading):
         name, colon, rest = sentence.partition(": ")
-        known = bool(colon) and any(recipe.name == name for recipe in report.recipes)
-        pairs.append((name, rest[:1].upper() + rest[1:]) if known else ("", sentence))
-    return pairs
+        if colon and any(recipe.name == name for recipe in report.recipes):
+            named.append((name, rest[:1].upper() + rest[1:]))
+        else:
+            others.append(parts.paragraph(sentence))
+    return [parts.heading("GEMM promise against measured step"), *parts.entries(named), *others]

@@ -1,0 +1,458 @@
+"""The whole session inside a real `fit` on a CPU: what it records, what it leaves behind, how it ends early."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lowprec_callback import load_report
+from lowprec_callback.analyze.summary import analyze
+from lowprec_callback.plan import Settings
+from lowprec_callback.recording import (
+    Dispatch,
+    End,
+    Gemm,
+    GemmTime,
+    Loss,
+    Plan,
+    Problem,
+    Recording,
+    Restored,
+    StepTime,
+    Trace,
+    read,
+)
+from lowprec_callback.session import ProfilerError
+from tests.fit.models import Tiny, Validated, loader, profiler, trainer
+
+
+def recording_of(folder: Path) -> Recording:
+    (run,) = [path for path in folder.iterdir() if path.is_dir()]
+    return read(run)
+
+
+class State(Callback):
+    """Everything that the sweep must give back, read before the profiler's first hook and after its last step."""
+
+    def __init__(self, at_step: int | None = None) -> None:
+        self._at_step = at_step
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = state_of(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self._at_step:
+            self.after = state_of(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.after = state_of(trainer, pl_module)
+
+
+def state_of(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {f"parameter {n}": p.detach().clone() for n, p in module.named_parameters()}
+    found |= {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+    (optimizer,) = trainer.optimizers
+    names = {p: n for n, p in module.named_parameters()}
+    for parameter, entries in optimizer.state.items():
+        found |= {f"{names[parameter]} {k}": v.clone() for k, v in entries.items()}
+    found["lr"] = torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+    found["scheduler"] = torch.tensor(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
+    found["torch"] = torch.get_rng_state()
+    found["numpy"] = torch.tensor(np.random.get_state()[1].astype(np.int64))
+    found["python"] = torch.tensor(random.getstate()[1])
+    return found
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    differing = [name for name in before if not torch.equal(before[name], after[name])]
+    assert not differing
+
+
+def hooks_of(module: torch.nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(part, kind)) for part in module.modules() for kind in kinds)
+
+
+def test_a_whole_sweep_records_every_kind_of_fact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = profiler(tmp_path, gemm_benchmark=True)
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+
+    facts = recording_of(tmp_path)
+    (plan,) = facts.of(Plan)
+    assert plan.recipes == ("fp32", "bf16")
+    assert plan.baseline == "fp32"
+    assert plan.steps == Settings(2, 1, 2, 1).steps(2)
+    assert len(facts.of(StepTime)) == 2 * 2 * 2
+    assert {(fact.recipe, fact.step) for fact in facts.of(Trace)} == {("fp32", 0), ("bf16", 0)}
+    assert len(facts.of(Loss)) == 4
+    assert facts.of(End) == [End("finished")]
+
+    shapes = {(gemm.module, gemm.role): (gemm.m, gemm.k, gemm.n, gemm.calls) for gemm in facts.of(Gemm)}
+    assert shapes == {
+        ("net.0", "fprop"): (8, 32, 48, 1),
+        ("net.0", "wgrad"): (8, 32, 48, 1),  # the first layer's input needs no gradient
+        ("net.4", "fprop"): (8, 48, 32, 1),
+        ("net.4", "dgrad"): (8, 48, 32, 1),
+        ("net.4", "wgrad"): (8, 48, 32, 1),
+    }
+    times = facts.of(GemmTime)
+    assert len(times) == 2 * 2 * 3 * 2  # recipes, shapes, roles, modes
+    assert all(fact.failure is None and fact.samples_ms for fact in times)
+    ran = {(fact.recipe, fact.other.format) for fact in facts.of(Dispatch)}
+    assert ran == {("fp32", "fp32"), ("bf16", "bf16")}
+
+    page = capsys.readouterr().out
+    assert "plain_torch" in page
+    assert "bf16" in page
+    (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert load_report(run) == callback.report
+    assert {path.name for path in run.iterdir()} >= {"recording.jsonl", "report.json", "gap_waterfall.png"}
+
+
+def test_the_gap_closes_and_the_recording_alone_gives_the_same_report(tmp_path: Path) -> None:
+    callback = profiler(tmp_path, gemm_benchmark=True)
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+    report = callback.report
+    assert report is not None
+    gap = report.recipe("bf16").gap
+    assert gap is not None
+    assert gap.missing is None
+    total = math.fsum(term.ms.value for term in gap.terms)
+    assert total == pytest.approx(gap.end.value - gap.start.value, rel=1e-9, abs=1e-9)
+    again = analyze(recording_of(tmp_path))
+    assert again.recipes == report.recipes
+    assert again.headline == report.headline
+
+
+def test_everything_is_as_it_was_after_the_sweep(tmp_path: Path) -> None:
+    callback = profiler(tmp_path)
+    steps = Settings(2, 1, 2, 1).steps(2)
+    watcher = State(at_step=steps)
+    module = Tiny()
+    run = trainer(tmp_path, watcher, callback, steps=steps + 3)
+    # The watcher stands before the profiler at the start of training, and must stand behind it at its end.
+    run.callbacks = [watcher, callback, Later(watcher, steps)]
+    run.fit(module, loader(steps + 3))
+    same(watcher.before, watcher.after)
+    assert callback.report is not None
+    assert module.steps == steps + 3
+    assert hooks_of(module) == 0
+    assert "training_step" not in module.__dict__
+
+
+class Later(Callback):
+    """Reads the state for another callback, from a place behind the profiler."""
+
+    def __init__(self, watcher: State, at_step: int) -> None:
+        self._watcher, self._at_step = watcher, at_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self._at_step:
+            self._watcher.after = state_of(trainer, pl_module)
+
+
+def test_a_warm_optimizer_is_restored_too(tmp_path: Path) -> None:
+    """A second fit starts with optimizer state that the sweep must neither lose nor change."""
+    module = Tiny()
+    first = trainer(tmp_path, steps=4)
+    first.fit(module, loader(4))
+    warm = first.optimizers[0].state_dict()
+
+    callback = profiler(tmp_path / "runs")
+    steps = Settings(2, 1, 2, 1).steps(2)
+    watcher = State()
+    module.configure_optimizers = lambda: warmed(module, warm)  # type: ignore[method-assign]
+    run = trainer(tmp_path, steps=steps)
+    run.callbacks = [watcher, callback, Later(watcher, steps)]
+    run.fit(module, loader(steps))
+    assert any("exp_avg" in name for name in watcher.before)
+    same(watcher.before, watcher.after)
+
+
+def warmed(module: Tiny, state: dict[str, Any]) -> Any:
+    made = Tiny.configure_optimizers(module)
+    made["optimizer"].load_state_dict(state)
+    return made
+
+
+def test_without_restore_the_sweep_trains(tmp_path: Path) -> None:
+    steps = Settings(2, 1, 2, 1).steps(2)
+    watcher = State()
+    run = trainer(tmp_path, steps=steps)
+    run.callbacks = [watcher, profiler(tmp_path, restore=False), Later(watcher, steps)]
+    run.fit(Tiny(), loader(steps))
+    assert not torch.equal(watcher.before["parameter net.0.weight"], watcher.after["parameter net.0.weight"])
+    (restored,) = recording_of(tmp_path).of(Restored)
+    assert restored == Restored(parts=(), asked=False)
+
+
+# --- ends before its time -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 6, 9, 14, 16, 18])
+def test_an_exception_in_the_users_step_is_the_users(tmp_path: Path, at: int) -> None:
+    """Raised while warming up, capturing, settling, timing, watching and tracing."""
+
+    class Mine(RuntimeError):
+        pass
+
+    def fail(_module: Tiny, step: int) -> None:
+        if step == at:
+            raise Mine("the user's")
+
+    module = Tiny(fail)
+    watcher = State()
+    run = trainer(tmp_path)
+    run.callbacks = [watcher, profiler(tmp_path), AtException(watcher)]
+    with pytest.raises(Mine, match="the user's"):
+        run.fit(module, loader(60))
+    same(watcher.before, watcher.after)
+    assert hooks_of(module) == 0
+    assert "training_step" not in module.__dict__
+    facts = recording_of(tmp_path)
+    (end,) = facts.of(End)
+    assert end.status == "failed"
+    assert end.reason == "Mine: the user's"
+    # A fresh backward after it all runs as if nothing had ever been attached.
+    module.net(torch.randn(8, 32)).sum().backward()
+
+
+class AtException(Callback):
+    """Reads the state after the profiler has seen the exception."""
+
+    def __init__(self, watcher: State) -> None:
+        self._watcher = watcher
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._watcher.after = state_of(trainer, pl_module)
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    def interrupt(_module: Tiny, step: int) -> None:
+        if step == 10:
+            raise KeyboardInterrupt
+
+    module = Tiny(interrupt)
+    watcher = State()
+    run = trainer(tmp_path)
+    run.callbacks = [watcher, profiler(tmp_path), AtException(watcher)]
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        # Lightning ends the process after a clean shutdown.
+        with pytest.raises(SystemExit):
+            run.fit(module, loader(60))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    same(watcher.before, watcher.after)
+    assert hooks_of(module) == 0
+    facts = recording_of(tmp_path)
+    assert facts.of(End)[0].status == "interrupted"
+    assert len(facts.of(StepTime)) >= 2
+    assert "interrupted" in analyze(facts).status
+
+
+def test_a_killed_process_leaves_a_recording_that_opens(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, warnings
+        from pathlib import Path
+        warnings.simplefilter("ignore")
+        from tests.fit.models import Tiny, loader, profiler, trainer
+        def kill(module, step):
+            if step == 12:
+                os.kill(os.getpid(), signal.SIGKILL)
+        folder = Path(sys.argv[1])
+        trainer(folder, profiler(folder)).fit(Tiny(kill), loader(60))
+    """
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    facts = recording_of(tmp_path)
+    assert facts.of(Gemm)
+    assert facts.of(StepTime)
+    assert not facts.of(End)
+    report = analyze(facts)
+    assert report.status == "interrupted"
+    assert report.recipe("fp32").step_ms.known or report.recipe("bf16").step_ms.known
+
+
+def test_training_that_ends_early_shortens_the_sweep(tmp_path: Path) -> None:
+    class StopAt(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 9:
+                trainer.should_stop = True
+
+    trainer(tmp_path, profiler(tmp_path), StopAt()).fit(Tiny(), loader(60))
+    facts = recording_of(tmp_path)
+    assert facts.of(End) == [End("shortened", "training ended before the sweep did")]
+    assert facts.of(Restored)
+
+
+def test_a_fit_too_short_for_the_plan_shrinks_it(tmp_path: Path) -> None:
+    callback = profiler(tmp_path, rounds=3, settle_steps=3, timed_steps=8, traced_steps=2)
+    trainer(tmp_path, callback, steps=30).fit(Tiny(), loader(30))
+    (plan,) = recording_of(tmp_path).of(Plan)
+    assert plan.steps <= 30
+    assert plan.shrunk is not None
+    assert "the fit has 30 training steps" in plan.shrunk
+    assert callback.report is not None
+    assert callback.report.shrunk == plan.shrunk
+
+
+def test_a_fit_of_no_steps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = profiler(tmp_path)
+    trainer(tmp_path, callback, steps=0).fit(Tiny(), loader(1))
+    assert callback.report is None
+    assert callback.why_not == "the fit had no training steps, so nothing was profiled"
+    assert callback.why_not in capsys.readouterr().out
+
+
+def test_a_fit_that_no_plan_fits_into_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    module = Tiny()
+    with pytest.raises(ProfilerError, match="the smallest plan for 2 recipes takes"):
+        trainer(tmp_path, profiler(tmp_path), steps=3).fit(module, loader(3))
+    assert module.steps == 0
+    assert not list(tmp_path.glob("*/recording.jsonl"))
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------
+
+
+def test_fp8_on_a_machine_without_cuda_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ProfilerError, match=r"none of the recipes.*can run here.*fp8_delayed: .*CUDA"):
+        trainer(tmp_path, profiler(tmp_path, recipes="fp8_delayed")).fit(Tiny(), loader(60))
+
+
+def test_fp8_beside_a_recipe_that_runs_is_reported_as_not_run(tmp_path: Path) -> None:
+    callback = profiler(tmp_path, recipes=["bf16", "fp8_delayed"])
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+    assert callback.report is not None
+    refusal = callback.report.recipe("fp8_delayed").refusal
+    assert refusal is not None
+    assert "CUDA" in refusal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"recipes": "fp8_delaid"}, r"no recipe 'fp8_delaid'.*fp8_delayed"),
+        ({"continue_with": "int3"}, r"no recipe 'int3'"),
+        ({"rounds": 0}, r"rounds=0: must be a whole number of at least 1"),
+        ({"timed_steps": 1}, r"timed_steps=1"),
+        ({"settle_steps": True}, r"settle_steps=True"),
+        ({"traced_steps": -1}, r"traced_steps=-1"),
+    ],
+)
+def test_bad_arguments_are_refused_when_constructed(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ProfilerError, match=sentence):
+        profiler(Path("unused"), **arguments)
+
+
+def test_stop_after_ends_the_fit(tmp_path: Path) -> None:
+    module = Tiny()
+    trainer(tmp_path, profiler(tmp_path, stop_after=True)).fit(module, loader(60))
+    assert module.steps == Settings(2, 1, 2, 1).steps(2)
+
+
+def test_training_goes_on_in_the_recipe_that_was_asked_for(tmp_path: Path) -> None:
+    types = []
+
+    def note(module: Tiny, step: int) -> None:
+        types.append(module.net(torch.zeros(8, 32)).dtype)
+
+    module = Tiny(note)
+    trainer(tmp_path, profiler(tmp_path, continue_with="bf16"), steps=30).fit(module, loader(30))
+    assert set(types[-5:]) == {torch.bfloat16}
+    assert "training_step" not in module.__dict__
+
+
+def test_an_unwritable_folder_gives_way_to_a_temporary_one(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    callback = profiler(blocked / "runs")
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+    assert callback.report is not None
+    assert any("cannot be written" in problem for problem in callback.report.problems)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_an_optimizer_step(tmp_path: Path) -> None:
+    callback = profiler(tmp_path)
+    module = Tiny()
+    trainer(tmp_path, callback, steps=25, accumulate_grad_batches=3).fit(module, loader(75))
+    facts = recording_of(tmp_path)
+    (plan,) = facts.of(Plan)
+    assert plan.micro_batches == 3
+    assert {gemm.calls for gemm in facts.of(Gemm)} == {3}
+    assert len(facts.of(StepTime)) == 8
+    assert {dispatch.calls for dispatch in facts.of(Dispatch)} == {3}
+
+
+def test_evaluation_inside_a_step_is_never_counted(tmp_path: Path) -> None:
+    callback = profiler(tmp_path, timed_steps=4)
+    run = trainer(tmp_path, callback, steps=60, val_check_interval=5, limit_val_batches=1, num_sanity_val_steps=0)
+    run.fit(Validated(), loader(60), loader(1))
+    discarded = [fact.discarded for fact in recording_of(tmp_path).of(StepTime) if fact.discarded]
+    assert discarded
+    assert set(discarded) == {"evaluation ran inside this step"}
+
+
+def test_the_second_fit_is_left_alone(tmp_path: Path) -> None:
+    callback = profiler(tmp_path)
+    run = trainer(tmp_path, callback, steps=40)
+    module = Tiny()
+    run.fit(module, loader(60))
+    run.fit_loop.epoch_loop.max_steps = 60
+    run.fit(module, loader(60))
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_nothing_of_the_sweep_stays_in_memory(tmp_path: Path) -> None:
+    from lowprec_callback.measure.scopes import ModuleScopes
+    from lowprec_callback.state import Snapshot
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) in (ModuleScopes, Snapshot) for thing in gc.get_objects())
+
+    before = alive()
+    trainer(tmp_path, profiler(tmp_path), steps=30).fit(Tiny(), loader(30))
+    assert alive() == before
+
+
+def test_a_report_that_cannot_be_made_does_not_hurt_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_recording: Recording) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr("lowprec_callback.analyze.summary.analyze", broken)
+    module = Tiny()
+    trainer(tmp_path, profiler(tmp_path), steps=40).fit(module, loader(40))
+    assert module.steps == 40
+    assert "planted" in capsys.readouterr().err
+    assert not [fact for fact in recording_of(tmp_path).of(Problem) if "planted" in fact.message]

@@ -1,0 +1,203 @@
+"""`lowprec report RUN`: the page from the Recording alone."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lowprec_callback.recording import End, Environment, Header, Model, Recorder, Recording, encode
+from lowprec_callback.report import Report, ReportError
+from lowprec_callback.show import command
+from lowprec_callback.show.console import as_text
+
+from . import samples
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run that was stopped right after it began."""
+    folder = tmp_path / "run"
+    with Recorder(folder / "recording.jsonl", "0.1.0", "2026-01-01T00:00:00+00:00") as recorder:
+        recorder.add(
+            Environment("a CPU", "cpu", versions={"torch": "2.11.0"}),
+            Model("tiny", "plain_torch", "no TE here", 10, 40),
+            End("interrupted", "KeyboardInterrupt"),
+        )
+    return folder
+
+
+@pytest.fixture
+def summary(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An analysis that always answers with sample a."""
+    fake = ModuleType("lowprec_callback.analyze.summary")
+
+    def analyze(recording: Recording) -> Report:
+        assert isinstance(recording, Recording)
+        return samples.codonfm()
+
+    fake.analyze = analyze  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lowprec_callback.analyze.summary", fake)
+    return fake
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lowprec")
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["report", *words])
+
+
+def main(*words: str) -> int:
+    args = parse(*words)
+    code: int = args.run(args)
+    return code
+
+
+@pytest.mark.usefixtures("summary")
+def test_the_page(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(run_folder), "--width", "100") == 0
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines()] == as_text(samples.codonfm(), 100).splitlines()
+    assert err == ""
+
+
+@pytest.mark.usefixtures("summary")
+def test_a_recording_may_be_named_by_its_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(run_folder / "recording.jsonl")) == 0
+    assert "codonfm-5b" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("summary")
+def test_arguments_without_plots_are_enough(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(path=str(run_folder), json=False, width=None)
+    assert command.run(args) == 0
+    assert "codonfm-5b" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("summary")
+def test_json_is_the_report(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(run_folder), "--json") == 0
+    assert capsys.readouterr().out == samples.codonfm().to_json()
+
+
+@pytest.mark.usefixtures("summary")
+def test_json_survives_an_output_that_only_knows_ascii(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(str(run_folder), "--json") == 0
+        out.flush()
+        assert json.loads(raw.getvalue()) == json.loads(samples.codonfm().to_json())
+        monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("summary")
+def test_plots_are_written_beside_the_recording_and_named(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(run_folder), "--plots", "--width", "160") == 0
+    names = ["gap_waterfall.png", "gemm_times.png", "step_times.png"]
+    assert sorted(path.name for path in run_folder.glob("*.png")) == names
+    out = "".join(capsys.readouterr().out.split())
+    assert all(str(run_folder / name) in out for name in names)
+
+
+@pytest.mark.usefixtures("summary")
+def test_with_json_the_plots_are_named_on_stderr(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(run_folder), "--plots", "--json") == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert err.splitlines() == [
+        str(run_folder / f"{name}.png") for name in ("gemm_times", "gap_waterfall", "step_times")
+    ]
+
+
+def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lowprec report: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(tmp_path / "nowhere")) == 2
+    assert "cannot be read" in one_sentence(capsys)
+
+
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(tmp_path)) == 2
+    assert "recording.jsonl" in one_sentence(capsys)
+
+
+def test_a_corrupt_recording(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_folder / "recording.jsonl"
+    file.write_text(file.read_text().replace('"fact":"model"', '"fact":"mod'))
+    assert main(str(run_folder)) == 2
+    assert "line 3: corrupt" in one_sentence(capsys)
+
+
+def test_a_newer_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recording.jsonl"
+    file.write_text(encode(Header(999, "9.0.0", "2030-01-01T00:00:00+00:00")) + "\n")
+    assert main(str(file)) == 2
+    assert "upgrade lowprec_callback" in one_sentence(capsys)
+
+
+def test_an_analysis_that_refuses(run_folder: Path, summary: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(recording: Recording) -> Report:
+        raise ReportError("nothing\nto report")
+
+    summary.analyze = refuse  # type: ignore[attr-defined]
+    assert main(str(run_folder)) == 2
+    assert one_sentence(capsys) == "lowprec report: nothing to report\n"
+
+
+def test_a_saved_report_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples.seed().save(tmp_path / "report.json")
+    assert main(str(tmp_path / "report.json"), "--width", "80") == 0
+    page = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert page == as_text(samples.seed(), 80).splitlines()
+
+
+def test_a_saved_report_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text("[]")
+    assert main(str(tmp_path / "report.json")) == 2
+    assert "no report" in one_sentence(capsys)
+
+
+@pytest.mark.usefixtures("summary")
+def test_plots_that_cannot_be_written(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "gemm_times.png").mkdir()
+    assert main(str(run_folder), "--plots") == 2
+    assert "the plots cannot be written" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("width", ["39", "-80", "wide", "8.5", "²"])
+def test_a_width_that_is_none(width: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("run", f"--width={width}")
+    assert stopped.value.code == 2
+    assert "at least 40" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported(run_folder: Path) -> None:
+    """With the real analysis, in a process of its own."""
+    script = (
+        "import argparse, sys\n"
+        "from lowprec_callback.show import command\n"
+        "parser = argparse.ArgumentParser()\n"
+        "command.add_parser(parser.add_subparsers())\n"
+        "args = parser.parse_args(['report', sys.argv[1], '--plots'])\n"
+        "assert args.run(args) == 0\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('torch', 'transformer_engine')]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(run_folder)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stdout
