@@ -215,6 +215,15 @@ class TransformerEngineEngine(Engine):
             self._saved = None
         self._recipes.clear()
 
+    def scoped_modules(self) -> dict[str, nn.Module]:
+        """Containers of te.ops too: they run their operations themselves, so hooks on those would never fire."""
+        containers = {
+            path: module
+            for path, module in self.model.named_modules()
+            if path and type(module).__module__.startswith("transformer_engine.pytorch.ops")
+        }
+        return {**super().scoped_modules(), **containers}
+
     @contextmanager
     def _own_state(self) -> Iterator[None]:
         """A scratch quantization state of TE, for layers that are not the model's."""

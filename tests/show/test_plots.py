@@ -269,3 +269,14 @@ def test_no_global_state() -> None:
         "sys.exit(sum(name in sys.modules for name in ('matplotlib.pyplot', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0
+
+
+def test_steps_of_no_length_have_an_axis_all_the_same() -> None:
+    report = samples.cpu()
+    fp32, bf16, *others = report.recipes
+    assert bf16.gap is not None
+    zero = Figure(0.0, "ms")
+    terms = tuple(replace(term, ms=zero) for term in bf16.gap.terms)
+    nothing = replace(bf16, gap=replace(bf16.gap, start=zero, end=zero, terms=terms))
+    figure = plots.gap_waterfall(replace(report, recipes=(fp32, nothing, *others)))
+    assert figure.axes[0].get_xlim() == (0.0, 1.0)

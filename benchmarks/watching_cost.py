@@ -1,0 +1,122 @@
+"""What the callback costs the steps that it times: a loop with it against the same loop without.
+
+    python benchmarks/watching_cost.py --preset large          (on a GPU)
+    python benchmarks/watching_cost.py --preset tiny           (on a CPU)
+
+Both sides train the same MiniGPT on the same batches in the same precision and take turns (bare, profiled, bare, ...),
+so that clock drift hits both alike. The bare side has only a clock of its own: one CUDA event (or one reading of the
+monotonic clock) at each batch end. Prints both medians and their ratio; timings belong here and not in a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from examples.mini_gpt.data import sequences
+from examples.mini_gpt.model import PRESETS, MiniGPT
+from lowprec_callback import LowPrecisionProfiler
+from lowprec_callback.plan import LEAD_STEPS
+from lowprec_callback.recording import StepTime
+
+
+class BareClock(Callback):
+    """Step times without anything of ours: events on a GPU, the monotonic clock on a CPU."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def times_ms(self, last: int) -> list[float]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            times = [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        else:
+            times = [(b - a) * 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return times[-last:]
+
+
+def fit(model: LightningModule, callback: Callback, steps: int, folder: str) -> None:
+    seed_everything(0, verbose=False)
+    config = model.config
+    trainer = Trainer(
+        max_steps=steps,
+        callbacks=[callback],
+        precision="bf16-true" if torch.cuda.is_available() else "32-true",
+        accelerator="auto",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, sequences(steps, config.batch, config.sequence, 0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="large" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--timed", type=int, default=12, help="timed steps a turn")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    on_gpu = torch.cuda.is_available()
+    baseline = "bf16" if on_gpu else "fp32"
+    device = "cuda" if on_gpu else "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = MiniGPT(PRESETS[options.preset], dtype=dtype, device=device)
+    settle = 3
+    steps = LEAD_STEPS + settle + options.timed
+    bare: list[float] = []
+    watched: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(2 * options.turns):
+            if turn % 2 == 0:
+                clock = BareClock()
+                fit(model, clock, steps, folder)
+                bare += clock.times_ms(options.timed)
+            else:
+                profiler = LowPrecisionProfiler(
+                    recipes=baseline,
+                    baseline=baseline,
+                    rounds=1,
+                    settle_steps=settle,
+                    timed_steps=options.timed,
+                    traced_steps=0,
+                    gemm_benchmark=False,
+                    restore=False,
+                    output_dir=folder,
+                    progress=False,
+                )
+                fit(model, profiler, steps, folder)
+                assert profiler.session is not None
+                watched += [fact.ms for fact in profiler.session.recorder.snapshot().of(StepTime)]
+    a, b = statistics.median(bare), statistics.median(watched)
+    where = torch.cuda.get_device_name() if on_gpu else "CPU"
+    print(f"{options.preset} on {where}: {len(bare)} bare steps, median {a:.3f} ms; {len(watched)} watched, {b:.3f} ms")
+    print(f"watched / bare = {b / a:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
