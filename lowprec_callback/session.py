@@ -178,8 +178,8 @@ class Session:
 
             self.report = analyze(self.recorder.snapshot())
             self.report.save(self.folder / "report.json")
-            save_all(self.report, self.folder)
-            print_report(self.report)
+            plots = save_all(self.report, self.folder)
+            print_report(self.report, files=["report.json", *(plot.path.name for plot in plots if plot.path)])
         except Exception as error:
             self.say(
                 f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "

@@ -102,7 +102,7 @@ def _cell(report: Report, recipe: RecipeReport, operation: Operation, mode: Mode
         return text
     if any(row.launch_bound for row in rows):
         text.append(LAUNCH_BOUND)
-        notes.explain(f"{LAUNCH_BOUND} launch-bound: the host sets this time, not the GEMM")
+        notes.explain(f"{LAUNCH_BOUND} launch-bound: the host needs longer to launch it than the GPU to run it")
     if base is not None and not recipe.baseline:
         reference = gemm_sums.per_step(gemm_sums.of_operation(base, operation), mode)
         text.append(_ratio(reference, figure))
