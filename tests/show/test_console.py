@@ -187,8 +187,8 @@ def test_a_benchmark_of_many_operations_says_what_it_leaves_out() -> None:
 def test_launch_bound_times_are_marked() -> None:
     page = as_text(samples.seed(), 100)
     assert "*" in page
-    assert "launch-bound: the host sets this time, not the GEMM" in page
-    assert "launch-bound: the host sets" not in as_text(samples.codonfm(), 100)
+    assert "launch-bound: the host needs longer to launch it than the GPU to run it" in page
+    assert "launch-bound: the host needs" not in as_text(samples.codonfm(), 100)
 
 
 def test_nothing_at_all_was_measured() -> None:

@@ -78,7 +78,7 @@ def test_a_recipe_without_a_benchmark_has_no_bar_but_a_reason() -> None:
 
 
 def test_launch_bound_bars_are_named() -> None:
-    assert "Launch-bound in fp8_delayed, fp8_current and fp8_block" in footnote(plots.gemm_times(samples.seed()))
+    assert "launch-bound in fp8_delayed, fp8_current and fp8_block" in footnote(plots.gemm_times(samples.seed()))
 
 
 def waterfall(axes: Axes) -> tuple[list[tuple[str, float, float]], list[str]]:
