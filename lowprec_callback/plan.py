@@ -40,6 +40,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise PlanError(f"seed={self.seed!r}: must be a whole number")
 
     def steps(self, recipes: int) -> int:
         """Optimizer steps that the plan takes for so many recipes."""
@@ -59,8 +61,8 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
     """Shrink the plan until it fits into the steps that there are.
 
     What goes first costs least: rounds down to 2 (fewer looks at clock drift), timed steps down to 4 (a wider
-    interval), the settle steps down to 2, the last rounds, then the shortest block that still gives an interval;
-    tracing goes last, because without it there is no ledger and no verdict.
+    interval), traced steps down to 1, settle steps down to 2, the last rounds, then the shortest block that still
+    gives an interval; tracing goes last, because without it there is no ledger and no verdict.
 
     Args:
         asked: the settings that were asked for.
@@ -90,8 +92,8 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
             settings = replace(settings, **{name: getattr(settings, name) - 1})
     if settings.steps(recipes) > available:
         raise PlanError(
-            f"the fit has {available} training steps left; the smallest plan for {recipes} recipes takes "
-            f"{settings.steps(recipes)}: train longer, or name fewer recipes"
+            f"the fit has {_count(available, 'training step')} left; the smallest plan for "
+            f"{_count(recipes, 'recipe')} takes {settings.steps(recipes)}: train longer, or name fewer recipes"
         )
     return Fitted(settings, _explain(asked, settings, recipes, available))
 
@@ -109,14 +111,22 @@ def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> st
         )
     if got.rounds == 1 < asked.rounds:
         costs.append("one round only: drift of the clock cannot be told from a difference between recipes")
+    if got.settle_steps < asked.settle_steps:
+        costs.append("less time to settle after each switch of the recipe")
     if got.settle_steps < PROBE_NEEDS <= asked.settle_steps:
         costs.append("the host's launch time is not measured")
     if got.traced_steps == 0 < asked.traced_steps:
         costs.append("no traced steps: no ledger, no gap and no verdict")
+    elif got.traced_steps < asked.traced_steps:
+        costs.append(f"the ledger rests on {_count(got.traced_steps, 'traced step')} a recipe")
     return (
-        f"the fit has {available} training steps and the full plan takes {asked.steps(recipes)}, so it was cut "
-        f"({', '.join(cuts)}). What this costs: {'; '.join(costs) or 'nothing that shows'}"
+        f"the fit has {_count(available, 'training step')} and the full plan takes {asked.steps(recipes)}, so it was "
+        f"cut ({', '.join(cuts)}). What this costs: {'; '.join(costs)}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def order_of_rounds(recipes: list[str], rounds: int, seed: int) -> list[list[str]]:

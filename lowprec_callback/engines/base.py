@@ -132,8 +132,14 @@ class Engine(ABC):
         return []
 
     @abstractmethod
-    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
-        """A fresh linear layer of this engine's own kind, K inputs to N outputs, in the model's parameter type."""
+    def make_linear(self, k: int, n: int, bias: bool, groups: int = 1) -> nn.Module:
+        """A fresh linear layer of this engine's own kind, K inputs to N outputs, in the model's parameter type.
+
+        With more than one group, a grouped layer, whose forward takes the rows of each group as second argument.
+
+        Raises:
+            ValueError: this engine has no grouped layer.
+        """
 
     def dtype(self) -> torch.dtype:
         """The floating-point type of the model's first parameter."""

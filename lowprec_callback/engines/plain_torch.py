@@ -75,8 +75,10 @@ class PlainTorchEngine(Engine):
         """Every `nn.Linear`."""
         return plain_linears(self.model, quantizable=True)
 
-    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
+    def make_linear(self, k: int, n: int, bias: bool, groups: int = 1) -> nn.Module:
         """An `nn.Linear`."""
+        if groups > 1:
+            raise ValueError("PyTorch has no grouped linear layer")
         return nn.Linear(k, n, bias=bias, device=self.device, dtype=self.dtype())
 
 

@@ -281,10 +281,13 @@ class TransformerEngineEngine(Engine):
             if (fact := _scales_fact(card.name, path, direction, _state_of(module, key))) is not None
         ]
 
-    def make_linear(self, k: int, n: int, bias: bool) -> nn.Module:
-        """A `te.Linear` in BF16, or in the model's type if that is narrower than FP32."""
+    def make_linear(self, k: int, n: int, bias: bool, groups: int = 1) -> nn.Module:
+        """A `te.Linear` (or `te.GroupedLinear`) in BF16, or in the model's type if that is narrower than FP32."""
         dtype = self.dtype() if self.dtype() in (torch.bfloat16, torch.float16) else torch.bfloat16
-        return self._loaded.te.Linear(k, n, bias=bias, params_dtype=dtype, device=self.device)  # type: ignore[no-any-return]
+        arguments = {"bias": bias, "params_dtype": dtype, "device": self.device}
+        te = self._loaded.te
+        made: nn.Module = te.Linear(k, n, **arguments) if groups == 1 else te.GroupedLinear(groups, k, n, **arguments)
+        return made
 
 
 def _weights(module: nn.Module) -> tuple[Weight, ...]:
