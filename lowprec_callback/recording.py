@@ -35,6 +35,11 @@ MODES: tuple[Mode, ...] = ("kernel", "autocast")
 """kernel: the GEMM alone, operands already quantized. autocast: with all the quantization that training does."""
 
 
+Method = Literal["role-true", "te-tutorial"]
+"""role-true: what training does. te-tutorial: forward calls of a re-shaped layer, as Transformer Engine's published
+benchmark_gemm.py times them."""
+
+
 class RecordingError(ValueError):
     """A Recording that cannot be read: missing, corrupt before its last line, or newer than this package."""
 
@@ -187,6 +192,29 @@ class GemmTime(Fact):
     """autocast only: the part of each sample that is quantization, where it could be told apart."""
     kernels: tuple[str, ...] = ()
     """Names of the GEMM kernels that the call launched: the signature book."""
+    method: Method = "role-true"
+
+
+@dataclass(frozen=True)
+class GemmRun(Fact):
+    """One run of the microbenchmark: how it was sampled, and why it stopped."""
+
+    kind: ClassVar[str] = "gemm_run"
+    method: Method
+    rounds: int
+    """Visits to each (recipe, shape) that the longest-sampled pair had."""
+    seconds: float
+    stopped: str
+    """`precise`, `budget`, `rounds`, or `iterations` for the published method."""
+    widest: float | None = None
+    """The largest relative half-width of a layer's median that was left, at 95%."""
+    precision: float | None = None
+    budget_s: float | None = None
+    cold_l2: bool = False
+    accumulate: int = 1
+    layers: int = 1
+    """Transformer layers in the model; sums over one layer leave out what a model has once."""
+    iterations: int | None = None
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,19 @@ class _Kept:
     def of(tensor: torch.Tensor) -> _Kept:
         if hasattr(tensor, "_quantizer"):
             # Transformer Engine's quantized parameters: copying them through their own arithmetic would round
-            # again, so their buffers and flags are kept as they are.
+            # again, so their buffers and flags are kept as they are, and their quantizer by reference.
             parts = {
                 name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
                 for name, value in vars(tensor).items()
-                if isinstance(value, torch.Tensor | bool) or value is None
+                if isinstance(value, torch.Tensor | bool) or value is None or name == "_quantizer"
             }
             return _Kept(tensor, None, parts)
-        return _Kept(tensor, tensor.detach().to("cpu", copy=True), {})
+        return _Kept(tensor, _each_once(tensor.detach()).to("cpu", copy=True), {})
 
     @torch.no_grad()
     def put_back(self) -> None:
         if self.values is not None:
-            self.tensor.detach().copy_(self.values)
+            _each_once(self.tensor.detach()).copy_(self.values)
             return
         for name, value in self.parts.items():
             current = getattr(self.tensor, name, None)
@@ -54,23 +54,45 @@ class _Kept:
                 setattr(self.tensor, name, value.to(self.tensor.device))
 
 
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the repetitions of an expanded one, which cannot be written to."""
+    if tensor.layout is torch.strided:
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+_Table = dict[Any, dict[str, Any]]
+"""An optimizer's entries by parameter and name."""
+
+
+def _tables(optimizer: torch.optim.Optimizer) -> list[_Table]:
+    """The optimizer's state; and the scales by which Transformer Engine's FusedAdam keeps narrow states."""
+    scales = getattr(optimizer, "_scales", None)
+    return [optimizer.state, *([scales] if isinstance(scales, dict) else [])]
+
+
 @dataclass
 class _KeptOptimizer:
     """One optimizer's state by parameter, and its groups' settings."""
 
     optimizer: torch.optim.Optimizer
-    state: dict[Any, dict[str, Any]]
+    tables: list[_Table]
     groups: list[dict[str, Any]]
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> _KeptOptimizer:
-        state = {
-            parameter: {
-                key: _Kept.of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for key, value in entries.items()
+        tables = [
+            {
+                parameter: {
+                    key: _Kept.of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                    for key, value in entries.items()
+                }
+                for parameter, entries in table.items()
             }
-            for parameter, entries in optimizer.state.items()
-        }
+            for table in _tables(optimizer)
+        ]
         groups = [
             {
                 key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -79,23 +101,26 @@ class _KeptOptimizer:
             }
             for group in optimizer.param_groups
         ]
-        return _KeptOptimizer(optimizer, state, groups)
+        return _KeptOptimizer(optimizer, tables, groups)
 
     def put_back(self) -> None:
-        current = self.optimizer.state
-        for parameter in [p for p in current if p not in self.state]:
-            del current[parameter]
-        for parameter, entries in self.state.items():
-            target = current[parameter]
-            for key in [k for k in target if k not in entries]:
-                del target[key]
-            for key, value in entries.items():
-                if not isinstance(value, _Kept):
-                    target[key] = copy.deepcopy(value)
-                else:
-                    value.put_back()
-                    target[key] = value.tensor
-        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for current, kept_table in zip(_tables(self.optimizer), self.tables, strict=True):
+            for parameter in [p for p in current if p not in kept_table]:
+                del current[parameter]
+            for parameter, entries in kept_table.items():
+                target = current.setdefault(parameter, {})
+                for key in [k for k in target if k not in entries]:
+                    del target[key]
+                for key, value in entries.items():
+                    if not isinstance(value, _Kept):
+                        target[key] = copy.deepcopy(value)
+                    else:
+                        value.put_back()
+                        target[key] = value.tensor
+        # A callback may have added groups since (parameters that it unfroze): they are the user's, and stay.
+        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
+            for key in [k for k in group if k not in kept and k != "params"]:
+                del group[key]  # some optimizers count their steps here, from the first step on
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
@@ -108,7 +133,9 @@ class Snapshot:
     """The state of a model, its optimizers, schedulers, loss scaler and all random generators."""
 
     tensors: list[_Kept]
-    gradients: list[tuple[torch.Tensor, bool]]
+    places: list[tuple[dict[str, Any], str, torch.Tensor | None]]
+    """Where modules hold their parameters and buffers: a step may have put another tensor there."""
+    gradients: list[tuple[torch.Tensor, _Kept | None]]
     optimizers: list[_KeptOptimizer]
     stateful: list[tuple[Any, dict[str, Any]]]
     training: list[tuple[nn.Module, bool]]
@@ -133,7 +160,13 @@ class Snapshot:
         stateful = [(s, copy.deepcopy(s.state_dict())) for s in (*schedulers, scaler) if s is not None]
         return Snapshot(
             tensors=tensors,
-            gradients=[(p, p.grad is None) for p in model.parameters()],
+            places=[
+                (holder, name, tensor)
+                for module in model.modules()
+                for holder in (module._parameters, module._buffers)
+                for name, tensor in holder.items()
+            ],
+            gradients=[(p, None if p.grad is None else _Kept.of(p.grad)) for p in model.parameters()],
             optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],
             stateful=stateful,
             training=[(module, module.training) for module in model.modules()],
@@ -143,7 +176,8 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Host memory that the tensors take."""
-        kept = [*self.tensors, *(v for o in self.optimizers for e in o.state.values() for v in e.values())]
+        states = (v for o in self.optimizers for table in o.tables for e in table.values() for v in e.values())
+        kept = [*self.tensors, *(gradient for _, gradient in self.gradients), *states]
         return sum(
             k.values.nbytes if k.values is not None else sum(getattr(v, "nbytes", 0) for v in k.parts.values())
             for k in kept
@@ -154,13 +188,16 @@ class Snapshot:
         """Put everything back; returns what was put back, in words."""
         for kept in self.tensors:
             kept.put_back()
-        for parameter, had_none in self.gradients:
-            if had_none:
-                parameter.grad = None
+        for holder, name, tensor in self.places:
+            holder[name] = tensor
+        for parameter, gradient in self.gradients:
+            if gradient is not None:
+                gradient.put_back()
+            parameter.grad = None if gradient is None else gradient.tensor
         for optimizer in self.optimizers:
             optimizer.put_back()
-        for holder, state in self.stateful:
-            holder.load_state_dict(state)
+        for stateful, state in self.stateful:
+            stateful.load_state_dict(copy.deepcopy(state))
         for module, mode in self.training:
             module.training = mode
         self.rng.restore()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.statistics import median_interval
-from lowprec_callback.recording import MODES, Gemm, GemmTime, Mode, Role
+from lowprec_callback.recording import MODES, Gemm, GemmTime, Method, Mode, Role
 from lowprec_callback.report import Figure, GemmRow, merge_facts, worst_origin
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -48,10 +48,12 @@ Key = tuple[str, Role, int, int, int, Mode]
 class Benchmark:
     """All `GemmTime` facts of a Recording, found by recipe, role, shape and mode."""
 
-    def __init__(self, times: Sequence[tuple[int, GemmTime]]) -> None:
+    def __init__(self, times: Sequence[tuple[int, GemmTime]], method: Method = "role-true") -> None:
         self._found: dict[Key, list[tuple[int, GemmTime]]] = {}
         self._figures: dict[tuple[Key, str], Figure] = {}
         for line, time in times:
+            if time.method != method:
+                continue
             key = (time.recipe, time.role, time.m, time.k, time.n, time.mode)
             self._found.setdefault(key, []).append((line, time))
 

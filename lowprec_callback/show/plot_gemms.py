@@ -66,7 +66,9 @@ def _launch_bound(recipes: list[RecipeReport]) -> list[str]:
     names = [recipe.name for recipe in recipes if any(row.launch_bound for row in recipe.gemms)]
     if not names:
         return []
-    return [f"Some GEMMs are launch-bound in {words.listed(names)}: the host needs longer to launch them than they run."]
+    return [
+        f"Some GEMMs are launch-bound in {words.listed(names)}: the host needs longer to launch them than they run."
+    ]
 
 
 def _total(recipe: RecipeReport, mode: Mode) -> Figure:
