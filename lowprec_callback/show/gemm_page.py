@@ -147,8 +147,6 @@ def _lines(table: GemmTable) -> Iterable[str]:
 def sampled(run: GemmRun) -> str:
     """How the run was sampled, in a sentence."""
     cache = "cold L2 (overwritten before each call)" if run.cold_l2 else "hot L2 (as the call before left it)"
-        "cold L2 (overwritten before each call)" if run.cold_l2 else "hot L2 (operands as the call before left them)"
-    )
     if run.method == "te-tutorial":
         return f"one pair of events around {run.iterations} calls, no interval; {run.seconds:.1f} s"
     why = {
@@ -162,7 +160,7 @@ def sampled(run: GemmRun) -> str:
 
 
 def rows(tables: Iterable[GemmTable]) -> list[dict[str, Any]]:
-    """Flat rows for JSON and CSV: one for each method, mode, operation, role and recipe; missing values have a reason."""
+    """Flat rows for JSON and CSV: one for each method, mode, operation, role and recipe; a missing value has a reason."""
     return [
         {
             "method": table.method,
