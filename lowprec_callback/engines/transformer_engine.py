@@ -241,11 +241,12 @@ class TransformerEngineEngine(Engine):
 
     def linear_layers(self) -> list[LinearLayer]:
         """TE modules that own two-dimensional weights, and the `nn.Linear`s beside them, which no recipe reaches."""
-        layers = [
-            LinearLayer(path, type(module).__name__, weights, _has_bias(module), quantizable=True)
-            for path, module in self.model.named_modules()
-            if is_te_module(module) and (weights := _weights(module))
-        ]
+        layers: list[LinearLayer] = []
+        for path, module in self.model.named_modules():
+            # te.ops.Linear shows the weight of the basic operation inside it as its own: once is enough.
+            inside = bool(layers) and path.startswith(f"{layers[-1].path}.")
+            if is_te_module(module) and not inside and (weights := _weights(module)):
+                layers.append(LinearLayer(path, type(module).__name__, weights, _has_bias(module), quantizable=True))
         return layers + plain_linears(self.model, quantizable=False)
 
     def watch(
