@@ -51,6 +51,8 @@ class LowPrecisionProfiler(Callback):
         progress: show a progress bar (plain lines where another bar owns the terminal).
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
 
+    The report calls the model by its attribute `profile_name`, if it has one, else by its class.
+
     Raises:
         ProfilerError: an argument is out of range, or a recipe is unknown.
 

@@ -174,6 +174,8 @@ class MiniGPT(LightningModule):
         self.learning_rate = config.learning_rate if learning_rate is None else learning_rate
         self.region: precision.Region = nullcontext
         """Opened around each forward pass of training; `train.py --no-profile --recipe` sets it."""
+        self.profile_name = "MiniGPT"
+        """What LowPrecisionProfiler calls the model."""
         self.losses: list[Tensor] = []
         """One a training step, left on the device: reading a loss makes the CPU wait for the GPU."""
 

@@ -127,6 +127,7 @@ def build(options: argparse.Namespace) -> MiniGPT:
         recipe_arguments=arguments.get(options.quantized_init),
         learning_rate=options.lr,
     )
+    model.profile_name = f"MiniGPT {options.preset}"
     if options.no_profile and options.recipe is not None:
         model.region = precision.region(options.recipe, model, arguments.get(options.recipe))
     return model

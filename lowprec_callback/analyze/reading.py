@@ -259,13 +259,6 @@ def _read(part: RecipeReport, scene: Scene) -> str:
 def _why_near_one(part: RecipeReport, scene: Scene) -> str:
     assert part.speedups is not None
     kernel = part.speedups.kernel.value
-    if launch_bound(part, scene.on_cpu):
-        assert part.host_ms.value is not None
-        taken = "quantization takes back what the kernels gain; besides, the" if (kernel or 0) >= 1.10 else "the"
-        return (
-            f"{taken[0].upper()}{taken[1:]} host sets the pace: "
-            f"it needs {_ms(part.host_ms.value)} ms to launch the step."
-        )
     if kernel is not None and kernel >= 1.10:
         cost = "Casting" if scene.on_cpu else "Quantization"
         return f"{cost} takes back what the kernels gain, so that the step has nothing to win."
