@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 import torch
+from rich.console import Console
 from torch import nn
 
 import lowprec_callback
-from lowprec_callback import recording
+from lowprec_callback import gemm_output, recording
+from lowprec_callback.analyze.alignment import check_alignment
 from lowprec_callback.engines import te_tutorial
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
+from lowprec_callback.gemm_plan import GemmPlan
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.gemms import Course, Sampling, benchmark
-from lowprec_callback.recipes import RecipeCard
+from lowprec_callback.measure.layer_bench import Conditions
+from lowprec_callback.progress import make_progress
+from lowprec_callback.recipes import RecipeCard, RecipeError
 from lowprec_callback.recording import (
     End,
+    Environment,
     Gemm,
     GemmRun,
     GemmTime,
@@ -32,9 +40,10 @@ from lowprec_callback.recording import (
     Recorder,
     Refusal,
 )
+from lowprec_callback.show.gemm_page import GemmPage
 
-WARM_UP_S = 1.0
-"""Seconds of products before the first sample: a cold GPU runs faster than one that has reached its power limit."""
+MOST_ROUNDS = 1000
+"""Rounds at most: the precision or the budget ends the sampling long before."""
 
 Tell = Callable[[str, int, int], None]
 
@@ -54,6 +63,8 @@ class Order:
     warm_ups: int = 10
     iterations: int = 100
     """Of the published method."""
+    warm_up_s: float = 1.0
+    """Seconds of products before the first sample: a cold GPU runs faster than one that has reached its power limit."""
     seed: int = 0
 
 
@@ -84,7 +95,7 @@ def execute(order: Order, engine: Engine, folder: Path, tell: Tell = lambda *_: 
         if baseline not in able:
             recorder.add(End("failed", f"the baseline {baseline.name} cannot run here"))
             return recorder
-        _warm_up(engine.device)
+        _warm_up(engine.device, order.warm_up_s)
         for method in order.methods:
             _run(method, order, engine, able, recorder, tell)
             if clocks is not None and (reading := clocks.read(f"{method} benchmark", 0)) is not None:
@@ -147,14 +158,14 @@ def _sort_out(cards: Sequence[RecipeCard], engine: Engine) -> tuple[list[RecipeC
     return able, refused
 
 
-def _warm_up(device: torch.device) -> None:
-    if device.type != "cuda":
+def _warm_up(device: torch.device, seconds: float) -> None:
+    if device.type != "cuda" or seconds <= 0:
         return
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
     elapsed = 0.0
-    while elapsed < WARM_UP_S * 1e3:
+    while elapsed < seconds * 1e3:
         for _ in range(50):
             a @ a
         last.record()
@@ -162,15 +173,90 @@ def _warm_up(device: torch.device) -> None:
         elapsed = first.elapsed_time(last)
 
 
-def times_of(recorder: Recorder) -> list[GemmTime]:
-    """All timings of a run."""
-    return recorder.snapshot().of(GemmTime)
+def run(plan: GemmPlan) -> int:
+    """Carry out a plan of `lowprec gemm`: announce, time, show, write. Returns the exit code.
 
-
-def three_roles(shapes: Iterable[tuple[str, int, int, int, int]]) -> tuple[Gemm, ...]:
-    """The three GEMMs of each (operation, m, k, n, calls), for shapes that were named one by one."""
-    return tuple(
-        Gemm(operation, role, m, k, n, calls, "Linear", quantizable=True)
-        for operation, m, k, n, calls in shapes
-        for role in recording.ROLES
+    0: done. 1: nothing could be timed. 2: the plan cannot be met on this machine.
+    """
+    device = _device(plan.device)
+    if isinstance(device, str):
+        print(f"lowprec gemm: {device}", file=sys.stderr)
+        return 2
+    engine = engine_for_shapes(device)
+    try:
+        cards = plan.cards(engine.name, engine.default_baseline)
+    except RecipeError as error:
+        print(f"lowprec gemm: {error}", file=sys.stderr)
+        return 2
+    order = Order(
+        name=plan.name,
+        gemms=plan.gemms,
+        cards=tuple(cards),
+        layers=plan.layers,
+        methods=plan.methods,
+        modes=plan.modes,
+        sampling=Sampling(
+            rounds=MOST_ROUNDS,
+            precision=plan.precision,
+            budget_s=plan.budget_s,
+            conditions=Conditions(accumulate=plan.accumulate, cold_l2=plan.cold_l2),
+        ),
+        warm_ups=plan.warm_ups,
+        iterations=plan.iterations,
+        warm_up_s=plan.gpu_warm_up_s,
+        seed=plan.seed,
     )
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    misfits = [str(row) for row in check_alignment(plan.operations, cards, capability)]
+    for line in (*plan.notes, *misfits):
+        print(f"lowprec gemm: {line}", file=sys.stderr)
+    progress = make_progress(True, other_bar=False)
+    folder = Path(tempfile.mkdtemp(prefix="lowprec-gemm-"))
+    try:
+        recorder = execute(order, engine, folder, progress.update if progress else lambda *_: None)
+    finally:
+        if progress:
+            progress.close()
+    return _show(plan, recorder.snapshot(), folder, misfits)
+
+
+def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: list[str]) -> int:
+    """The page on standard output, and the files that were asked for."""
+    made = gemm_output.tables(facts)
+    place = facts.last(Environment)
+    remarks = [*gemm_output.rates(facts, made), *_overcount(plan), *misfits]
+    remarks += [f"{problem.where}: {problem.message}" for problem in facts.of(Problem)]
+    remarks += [f"{r.recipe} not run: {r.reason}" for r in facts.of(Refusal)] if not made else []
+    remarks.append(f"Recording {folder / recording.FILE_NAME}")
+    Console().print(GemmPage(plan.name, made, place.device if place else "", remarks))
+    if plan.json:
+        gemm_output.write_json(plan.json, made, facts)
+    if plan.csv:
+        gemm_output.write_csv(plan.csv, made)
+    if plan.plot and (reason := gemm_output.write_plot(plan.plot, facts)):
+        print(f"lowprec gemm: no plot: {reason}", file=sys.stderr)
+    return 0 if any(time.samples_ms for time in facts.of(GemmTime)) else 1
+
+
+def _overcount(plan: GemmPlan) -> list[str]:
+    """In one line: how many times as much the published method quantizes as training does."""
+    if "te-tutorial" not in plan.methods:
+        return []
+    layers = [gemm for gemm in plan.operations if gemm.quantizable and gemm.groups == 1]
+    counts = [te_tutorial.copies_quantized(gemm.m, gemm.k, gemm.n) for gemm in layers]
+    published, training = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0)
+    if not training:
+        return []
+    return [
+        f"te-tutorial quantizes {published / 1e6:,.0f} million elements a layer where training quantizes "
+        f"{training / 1e6:,.0f}: {published / training:.2f} times as many (row- and column-wise copies counted)"
+    ]
+
+
+def _device(asked: str) -> torch.device | str:
+    """The device, or why it cannot be used."""
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        return f"--device {asked}: this machine has no CUDA device that torch can use"
+    return torch.device(asked)

@@ -44,9 +44,8 @@ class BarProgress:
 
         if self._bar is None:
             columns = (TextColumn("lowprec"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(
-                *columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True
-            )
+            what_runs = TextColumn("{task.description}", markup=False)  # a recipe's name may hold brackets
+            self._bar = Progress(*columns, what_runs, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task(what, total=total)
         assert self._task is not None

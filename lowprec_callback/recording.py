@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -426,19 +427,19 @@ def encode(fact: Fact) -> str:
     JSON has no NaN and no infinities: they become the texts "NaN", "Infinity" and "-Infinity".
     """
     body = {"fact": fact.kind, **dataclasses.asdict(fact)}
-    return json.dumps(_finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with NaN and the two infinities replaced by text, which JSON can carry and `float` can read."""
     if isinstance(value, float):
         if math.isnan(value):
             return "NaN"
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -495,7 +496,8 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         # "x": a Recording is never written over; two runs never share a file.
-        self._file: IO[str] | None = path.open("x", encoding="utf-8")
+        # Text that is no Unicode (a file name in an error message) becomes an escape that JSON reads back.
+        self._file: IO[str] | None = path.open("x", encoding="utf-8", errors="backslashreplace")
         self._lines: list[Line] = []
         self._closed = False
         self.lost: str | None = None
@@ -512,8 +514,7 @@ class Recorder:
             self._file.write("".join(encode(fact) + "\n" for fact in facts))
             self._file.flush()
         except OSError as error:
-            self.lost = f"{self.path}: {error.strerror or error}; later facts are only in memory"
-            self._file = None
+            self._lose(error)
 
     def snapshot(self) -> Recording:
         """All facts so far."""
@@ -527,9 +528,19 @@ class Recorder:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._closed = True
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self.lost = f"{self.path}: {error.strerror or error}; later facts are only in memory"
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -581,7 +592,7 @@ def _decode(piece: bytes, file: Path, number: int, first: bool) -> Fact:
             f"{where}: written as version {body['version']} by lowprec_callback {body.get('tool_version', '?')}; "
             f"this one reads up to version {VERSION}: upgrade lowprec_callback to open it"
         )
-    if kind not in _registry():
+    if not isinstance(kind, str) or kind not in _registry():
         raise RecordingError(f"{where}: unknown fact {kind!r}; known: {', '.join(sorted(_registry()))}")
     from pydantic import ValidationError
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lowprec_callback.recording import Role
+from lowprec_callback.recording import Role, finite
 
 VERSION = 1
 """Schema version of `report.json`."""
@@ -119,7 +119,7 @@ class Figure:
             if self.low is None or self.high is None
             else tuple(sorted((self.low * factor, self.high * factor)))
         )
-        return Figure(self.value * factor, unit, "derived", bounds[0], bounds[1], self.n, self.facts)
+        return Figure(self.value * factor, unit, worst_origin([self]), bounds[0], bounds[1], self.n, self.facts)
 
 
 def worst_origin(figures: Iterable[Figure]) -> Origin:
@@ -306,8 +306,8 @@ class Report:
         raise KeyError(f"no recipe {name!r} in this report; it has {', '.join(part.name for part in self.recipes)}")
 
     def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        """The report as JSON text. What is not finite (an amax, in a run that diverged) is a text: see `recording`."""
+        return json.dumps(finite(dataclasses.asdict(self)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: Path) -> None:
         """Write `report.json`."""

@@ -133,8 +133,8 @@ class Snapshot:
     """The state of a model, its optimizers, schedulers, loss scaler and all random generators."""
 
     tensors: list[_Kept]
-    places: list[tuple[dict[str, Any], str, torch.Tensor | None]]
-    """Where modules hold their parameters and buffers: a step may have put another tensor there."""
+    places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]
+    """Where modules hold their buffers: a step may put another tensor there (`self.count = self.count + 1`)."""
     gradients: list[tuple[torch.Tensor, _Kept | None]]
     optimizers: list[_KeptOptimizer]
     stateful: list[tuple[Any, dict[str, Any]]]
@@ -161,10 +161,9 @@ class Snapshot:
         return Snapshot(
             tensors=tensors,
             places=[
-                (holder, name, tensor)
+                (module._buffers, name, tensor)
                 for module in model.modules()
-                for holder in (module._parameters, module._buffers)
-                for name, tensor in holder.items()
+                for name, tensor in module._buffers.items()
             ],
             gradients=[(p, None if p.grad is None else _Kept.of(p.grad)) for p in model.parameters()],
             optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],

@@ -105,7 +105,7 @@ class ModelConfig:
     def _check_numbers(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type.startswith("bool"):  # type: ignore[union-attr]  # annotations are text in this module
+            if field.type.startswith("bool"):  # annotations are text in this module
                 if not isinstance(value, bool | None):
                     raise ModelConfigError(f"{field.name} is {value!r}: give true or false")
                 continue
@@ -178,7 +178,7 @@ class ModelConfig:
             return
         if size == 1:
             raise ModelConfigError(
-                "sequence_parallel shares tokens among the GPUs of tensor_parallel, which is 1: give tensor_parallel too"
+                "sequence_parallel shares tokens among the GPUs of tensor_parallel, which is 1: give that too"
             )
         if self.sequence_length % size:
             raise ModelConfigError(

@@ -56,7 +56,13 @@ _STORAGES = (
     ("NVFP4", "nvfp4-16", "_fp4_dtype"),
 )
 
-_QUANTIZER_SCALING = {"Float8Quantizer": "tensor-delayed", "Float8CurrentScalingQuantizer": "tensor-current"}
+_QUANTIZER_SCALING = {
+    "Float8Quantizer": "tensor-delayed",
+    "Float8CurrentScalingQuantizer": "tensor-current",
+    "Float8BlockQuantizer": "block-128",
+    "MXFP8Quantizer": "mx-32",
+    "NVFP4Quantizer": "nvfp4-16",
+}
 
 # Flags worth recording, where a quantizer has them.
 _FLAGS = (
@@ -102,22 +108,31 @@ def describe(operand: Any) -> Operand:
     name = type(operand).__name__
     for start, scaling, attribute in _STORAGES:
         if name.startswith(start):
-            quantizer = getattr(operand, "_quantizer", None)
-            quantizer_name = type(quantizer).__name__ if quantizer is not None else None
-            element = _name_of(getattr(operand, attribute, ""))
-            element_format = next((f for f in ("e4m3", "e5m2", "e2m1") if f.upper() in element), "unknown")
-            if scaling == "nvfp4-16" and element_format == "unknown":
-                element_format = "e2m1"
-            return Operand(
-                storage=name,
-                format=element_format,
-                scaling=_QUANTIZER_SCALING.get(quantizer_name or "", scaling),
-                quantizer=quantizer_name,
-                flags=_flags(operand, quantizer),
-            )
+            element = getattr(operand, attribute, "")
+            return _quantized(operand, getattr(operand, "_quantizer", None), scaling, element)
+    if hasattr(operand, "logical_shape"):  # many matrices in one grouped tensor
+        quantizer = operand.quantizer
+        if quantizer is not None:
+            return _quantized(operand, quantizer, "unknown", getattr(quantizer, "dtype", ""))
+        return Operand(storage=name, format=format_of(operand.fake_dtype), scaling="none")
     if isinstance(operand, torch.Tensor):
         return Operand(storage=name, format=format_of(operand.dtype), scaling="none")
     return Operand(storage=name, format="unknown", scaling="unknown")
+
+
+def _quantized(operand: Any, quantizer: Any, scaling: str, element: Any) -> Operand:
+    quantizer_name = type(quantizer).__name__ if quantizer is not None else None
+    scaling = _QUANTIZER_SCALING.get(quantizer_name or "", scaling)
+    element_format = next((f for f in ("e4m3", "e5m2", "e2m1") if f.upper() in _name_of(element)), "unknown")
+    if scaling == "nvfp4-16" and element_format == "unknown":
+        element_format = "e2m1"
+    return Operand(
+        storage=type(operand).__name__,
+        format=element_format,
+        scaling=scaling,
+        quantizer=quantizer_name,
+        flags=_flags(operand, quantizer),
+    )
 
 
 def _flags(operand: Any, quantizer: Any) -> dict[str, Any]:
@@ -188,7 +203,7 @@ def watch_entries(
                 replay(role, lambda: original(*args, **kwargs))
             if around is None or role is None:
                 return original(*args, **kwargs)
-            with around(scope, role, _sizes(name, args, role)):
+            with around(scope, role, _sizes(args, role)):
                 return original(*args, **kwargs)
 
         return entry
@@ -209,17 +224,11 @@ def _layout(args: tuple[Any, ...]) -> str:
     return f"{'T' if args[1] else 'N'}{'T' if args[3] else 'N'}"
 
 
-def _operands(name: str, args: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """The pairs of operands of one call: several for a grouped entry."""
-    return list(zip(args[0], args[2], strict=True)) if name != ENTRY else [(args[0], args[2])]
-
-
-def _sizes(name: str, args: tuple[Any, ...], role: Role) -> Sizes:
+def _sizes(args: tuple[Any, ...], role: Role) -> Sizes:
     """(M, K, N) of the forward GEMM, or None if this version of TE passes operands in a way that we do not know."""
     try:
-        first, second = _operands(name, args)[0]
-        return sizes_of(role, first, second)
-    except (ValueError, TypeError, IndexError, AttributeError):
+        return sizes_of(role, args[0], args[2])
+    except Exception:  # whatever it is, the call itself must go on
         return None
 
 
@@ -229,37 +238,53 @@ def _read_call(
     """Read one call's operands; None if this version of TE passes them in a way that we do not know."""
     try:
         grouped = name != ENTRY
-        pairs = _operands(name, args)
-        sizes = [sizes_of(role, first, second) for first, second in pairs]
-        out_dtype = args[6] if len(args) > 6 else kwargs.get("output_dtype")
-        output = args[4] if len(args) > 4 else None
+        m, k, n = sizes_of(role, args[0], args[2])
+        output = _one_of(args[4]) if len(args) > 4 else None
+        out_dtype = args[6] if not grouped and len(args) > 6 else kwargs.get("output_dtype")
         return Call(
             scope=scope,
             role=role,
-            m=sum(size[0] for size in sizes),
-            k=sizes[0][1],
-            n=sizes[0][2],
+            m=m,
+            k=k,
+            n=n,
             layout=layout,
-            first=describe(pairs[0][0]),
-            second=describe(pairs[0][1]),
+            first=describe(_one_of(args[0])),
+            second=describe(_one_of(args[2])),
             output=format_of(output.dtype) if isinstance(output, torch.Tensor) else _te_dtype(out_dtype),
-            accumulate=bool(args[14]) if not grouped and len(args) > 14 else False,
+            # The entries for grouped tensors pass a factor in device memory instead, which is not read.
+            accumulate=bool(args[14]) if name in (ENTRY, GROUPED_ENTRIES[0]) and len(args) > 14 else False,
             bias=not grouped and len(args) > 7 and args[7] is not None,
-            groups=len(sizes),
+            groups=_matrices(args[0])[0] if grouped else 1,
             entry=name,
         )
-    except (ValueError, TypeError, IndexError, AttributeError):
+    except Exception:  # whatever it is, the call itself must go on
         return None
 
 
+def _one_of(operands: Any) -> Any:
+    return operands[0] if isinstance(operands, list | tuple) else operands
+
+
+def _matrices(operand: Any) -> tuple[int, int, int]:
+    """(how many matrices, their rows in all, their columns): of one, of a list, or of TE's grouped tensor."""
+    if isinstance(operand, list | tuple):
+        shapes = [shape_of(each) for each in operand]
+        return len(shapes), sum(rows for rows, _ in shapes), shapes[0][1]
+    if hasattr(operand, "logical_shape"):
+        rows, columns = operand.logical_shape
+        return operand.num_tensors, rows, columns
+    return (1, *shape_of(operand))
+
+
 def sizes_of(role: Role, first: Any, second: Any) -> tuple[int, int, int]:
-    """(M, K, N) of the layer's forward GEMM from the operands of one of its three GEMMs."""
-    a, b = shape_of(first), shape_of(second)
-    if role == "fprop":  # A = W (N x K), B = X (M x K)
-        return b[0], a[1], a[0]
-    if role == "dgrad":  # A = W (N x K), B = dY (M x N)
-        return b[0], a[1], a[0]
-    return a[0], a[1], b[1]  # A = X (M x K), B = dY (M x N)
+    """(M, K, N) of the layer's forward GEMM from the operands of one of its three; M is summed over a group's."""
+    groups, a_rows, a_columns = _matrices(first)
+    others, b_rows, b_columns = _matrices(second)
+    if groups != others:
+        raise ValueError(f"{groups} matrices cannot meet {others}")
+    if role == "wgrad":  # A = X (M x K), B = dY (M x N)
+        return a_rows, a_columns, b_columns
+    return b_rows, a_columns, a_rows // groups  # A = W (N x K), B = X (M x K) or dY (M x N)
 
 
 def _name_of(value: Any) -> str:

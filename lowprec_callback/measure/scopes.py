@@ -11,7 +11,7 @@ Everything here costs host time. It is attached for captured and traced steps on
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,13 @@ class Scope(NamedTuple):
 
     module: str
     direction: Direction
+
+
+class _Running(NamedTuple):
+    """A scope on the stack, and for a forward call the nodes behind its inputs, as they were when it began."""
+
+    scope: Scope
+    behind: frozenset[Any] = frozenset()
 
 
 class ModuleScopes:
@@ -49,14 +56,14 @@ class ModuleScopes:
         self._modules = dict(modules)
         self._on_enter = on_enter
         self._on_exit = on_exit
-        self._stacks: dict[int, list[Scope]] = {}
+        self._stacks: dict[int, list[_Running]] = {}
         self._handles: list[Any] = []
         self.active = False
 
     def current(self) -> Scope | None:
         """The innermost running module on this thread."""
         stack = self._stacks.get(threading.get_ident())
-        return stack[-1] if stack else None
+        return stack[-1].scope if stack else None
 
     def clear(self) -> None:
         """Forget who runs: an exception in a backward leaves its module on the stack."""
@@ -66,7 +73,7 @@ class ModuleScopes:
         """Attach the forward hooks."""
         self.active = True
         for path, module in self._modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._before_forward(path)))
+            self._handles.append(module.register_forward_pre_hook(self._before_forward(path), with_kwargs=True))
             # always_call: an exception inside the module must not leave it on the stack.
             self._handles.append(
                 module.register_forward_hook(self._after_forward(path), always_call=True, with_kwargs=True)
@@ -89,23 +96,28 @@ class ModuleScopes:
         finally:
             self.remove()
 
-    def _enter(self, scope: Scope) -> None:
-        self._stacks.setdefault(threading.get_ident(), []).append(scope)
+    def _enter(self, running: _Running) -> None:
+        self._stacks.setdefault(threading.get_ident(), []).append(running)
         if self._on_enter:
-            self._on_enter(scope)
+            self._on_enter(running.scope)
 
-    def _exit(self, scope: Scope) -> None:
+    def _exit(self, scope: Scope) -> _Running | None:
+        """Leave a scope, and with it what an exception left open inside it."""
         stack = self._stacks.get(threading.get_ident(), [])
-        if stack and stack[-1] == scope:
-            stack.pop()
+        if not any(running.scope == scope for running in stack):
+            return None
+        while True:
+            running = stack.pop()
             if self._on_exit:
-                self._on_exit(scope)
+                self._on_exit(running.scope)
+            if running.scope == scope:
+                return running
 
     def _before_forward(self, path: str) -> Callable[..., None]:
         scope = Scope(path, "forward")
 
-        def hook(_module: nn.Module, _args: Any) -> None:
-            self._enter(scope)
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._enter(_Running(scope, nodes_behind((args, kwargs))))
 
         return hook
 
@@ -114,18 +126,18 @@ class ModuleScopes:
 
         def enter(_grads: Any) -> None:
             if self.active:
-                self._enter(backward)
+                self._enter(_Running(backward))
 
         def leave(_grads: Any, _outputs: Any) -> None:
             if self.active:
                 self._exit(backward)
 
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            for node in own_nodes(output, (args, kwargs)):
+            begun = self._exit(forward)
+            for node in own_nodes(output, begun.behind if begun else nodes_behind((args, kwargs))):
                 node.metadata[CLAIMED] = path
                 node.register_prehook(enter)
                 node.register_hook(leave)
-            self._exit(forward)
 
         return hook
 
@@ -134,18 +146,24 @@ CLAIMED = "lowprec_module"
 """Key in a node's metadata: the module that the node belongs to."""
 
 
-def own_nodes(outputs: Any, inputs: Any) -> list[Any]:
+def nodes_behind(value: Any) -> frozenset[Any]:
+    """The autograd nodes that made the tensors in a value."""
+    return frozenset(tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None)
+
+
+def own_nodes(outputs: Any, behind: Collection[Any]) -> list[Any]:
     """The autograd nodes that a module's forward call added: those behind its outputs, not behind its inputs.
+
+    `behind` is what was behind the inputs when the call began; an operation in place changes that.
 
     A node that a module inside this one has claimed already is that module's: inner calls end first. Leaves'
     gradient accumulators are left out: they are shared by every use of a parameter.
     """
-    stop = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    waiting: list[Any] = list(nodes_behind(outputs))
     found: dict[Any, None] = {}
     while waiting and len(found) < MAX_NODES:
         node = waiting.pop(0)
-        if node is None or node in found or node in stop or node.name().endswith("AccumulateGrad"):
+        if node is None or node in found or node in behind or node.name().endswith("AccumulateGrad"):
             continue
         found[node] = None
         waiting.extend(following for following, _ in node.next_functions if following)

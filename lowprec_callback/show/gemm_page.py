@@ -160,7 +160,7 @@ def sampled(run: GemmRun) -> str:
 
 
 def rows(tables: Iterable[GemmTable]) -> list[dict[str, Any]]:
-    """Flat rows for JSON and CSV: one for each method, mode, operation, role and recipe; a missing value has a reason."""
+    """Flat rows for JSON and CSV: one for each method, mode, operation, role and recipe; a gap has a reason."""
     return [
         {
             "method": table.method,
