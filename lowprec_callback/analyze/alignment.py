@@ -37,8 +37,8 @@ FUSED_ROWS_GROUPED = 128
 """The same of each group in a grouped layer."""
 FUSED_COLUMNS = 128
 """Features that it handles at a time."""
-FUSED_CAPABILITIES = ((10, 0), (11, 0))
-"""The lowest and the highest compute capability that have it."""
+FUSED_UP_TO = (11, 0)
+"""The highest compute capability that has it; below 10.0 there is no NVFP4 at all."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,7 @@ def _unfused(gemm: LayerGemm, card: RecipeCard, capability: tuple[int, int] | No
     if not transformed and card.arguments.get("disable_2d_quantization", False):
         return  # plain casts of single rows, which have nothing to fuse
     work = "Hadamard transform and cast" if transformed else "cast and swizzle"
-    lowest, highest = FUSED_CAPABILITIES
-    if capability is not None and not lowest <= capability <= highest:
+    if capability is not None and capability > FUSED_UP_TO:
         yield _row(
             gemm, card, "slow path", f"{work} are not fused on compute capability {'.'.join(map(str, capability))}"
         )

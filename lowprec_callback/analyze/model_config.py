@@ -68,7 +68,7 @@ class ModelConfig:
         self._check_experts()
         self._check_parallel()
 
-    # --- What follows from the sizes -----------------------------------------------------------------------
+    # --- What follows from the sizes ---------------------------------------------------------------------
 
     @property
     def tokens(self) -> int:
@@ -100,7 +100,7 @@ class ModelConfig:
         """Layers with routed experts."""
         return self.num_hidden_layers - self.dense_layers
 
-    # --- Checks ----------------------------------------------------------------------------------------------
+    # --- Checks ------------------------------------------------------------------------------------------
 
     def _check_numbers(self) -> None:
         for field in fields(self):

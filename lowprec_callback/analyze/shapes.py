@@ -213,7 +213,7 @@ def _experts(config: ModelConfig) -> list[LayerGemm]:
     return gemms
 
 
-# --- Sums, and the way to and from a Recording ---------------------------------------------------------------
+# --- Sums, and the way to and from a Recording -----------------------------------------------------------
 
 
 def flops_of_layer(gemms: Iterable[LayerGemm], roles: Sequence[Role] = ROLES) -> int:

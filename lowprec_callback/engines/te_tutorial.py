@@ -25,7 +25,7 @@ import torch
 
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import ROLES, Gemm, GemmTime, Mode, Role
+from lowprec_callback.recording import Gemm, GemmTime, Mode, Role
 
 QUANTIZERS = {
     "tensor-current": "Float8CurrentScalingQuantizer",
@@ -57,9 +57,9 @@ def times(
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Iterator[GemmTime]:
     """Time every GEMM by the published method, one sample each: that is all it takes."""
-    shapes = list(dict.fromkeys((g.m, g.k, g.n) for g in gemms if g.groups == 1 and g.quantizable))
-    jobs = [(card, mode, role, shape) for card in cards for mode in modes for shape in shapes for role in ROLES]
-    for index, (card, mode, role, (m, k, n)) in enumerate(jobs):
+    timed = list(dict.fromkeys((g.role, g.m, g.k, g.n) for g in gemms if g.groups == 1 and g.quantizable))
+    jobs = [(card, mode, gemm) for card in cards for mode in modes for gemm in timed]
+    for index, (card, mode, (role, m, k, n)) in enumerate(jobs):
         progress(f"te-tutorial {card.name} {role} {m}x{k}x{n}", index, len(jobs))
         samples: tuple[float, ...] = ()
         failure: str | None = None

@@ -4,7 +4,8 @@ The rules:
 
 - A number shows as many digits as its size deserves (0.503, 5.32, 819.2, 12345), its 95% half-width beside it
   (`819.2 ±0.4`), and a `~` before it when it is an estimate.
-- A half-width that would round to zero is written as one unit of the last digit: nothing measured is exact.
+- A half-width that would round to zero is written as one unit of the last digit: nothing measured is exact. One
+  above half of its number is written as `±>50%`: how much more does not matter (`report.json` has both ends).
 - A number that is not there is written as the reason why (`not known: the run was interrupted`), never as a
   blank, a zero or a dash.
 - Coverage is never rounded up to 100%, nor down to 0%.
@@ -20,6 +21,10 @@ from lowprec_callback.report import Figure, Gap, RecipeReport, Report, Verdict, 
 
 ESTIMATED = "~"
 """Stands before a number whose origin is `estimated`."""
+
+
+WIDE = 0.5
+"""Share of a number from which its half-width is only said to be larger: the number is too noisy to use."""
 
 
 def decimals(value: float) -> int:
@@ -60,7 +65,8 @@ def number(figure: Figure, places: int | None = None, signed: bool = False, unit
     mark = ESTIMATED if figure.origin == "estimated" else ""
     text = f"{mark}{fixed(figure.value, places, signed)}{unit}"
     if figure.half_width is not None:
-        text += f" {spread(figure.half_width, places)}"
+        wide = figure.half_width > WIDE * abs(figure.value) and not signed
+        text += f" ±>{WIDE:.0%}" if wide else f" {spread(figure.half_width, places)}"
     return text
 
 

@@ -185,8 +185,14 @@ def test_no_number_is_ever_written_as_nan_or_negative_zero(value: float, half: f
     assert "nan" not in text
     assert "-0.0 " not in f"{text} "
     assert float(text.split()[0]) == pytest.approx(value, rel=1e-2, abs=5e-4)
-    if half is not None:
+    if half is not None and half <= abs(value) / 2:
         assert float(text.split("±")[1]) > 0
+
+
+def test_a_hopeless_interval_is_said_to_be_one() -> None:
+    assert words.ms(figure(111.8, 1397.9)) == "111.8 ±>50%"
+    assert words.ms(figure(111.8, 55.9)) == "111.8 ±55.9"
+    assert words.signed_ms(figure(-1.2, 30.0), 1) == "-1.2 ±30.0"  # a difference may be smaller than its spread
 
 
 def test_significant_digits_of_scales() -> None:
