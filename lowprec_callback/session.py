@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -104,7 +104,9 @@ class Session:
             if options.recipes is not None and len(able) == 1 and len(asked) > 1:
                 reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
-            fitted = plan.fit(options.settings, len(able), training.steps_left)
+            no_trace = _why_no_trace()
+            asked_for = replace(options.settings, traced_steps=0) if no_trace else options.settings
+            fitted = plan.fit(asked_for, len(able), training.steps_left)
         except (PlanError, RecipeError) as error:
             raise ProfilerError(str(error)) from error
 
@@ -125,7 +127,7 @@ class Session:
             recorder=recorder,
             snapshot=_take_snapshot(training) if options.restore else None,
             gemm_benchmark=options.gemm_benchmark,
-            no_trace=_why_no_trace(),
+            no_trace=no_trace,
             progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
             ranges=Ranges(under_nsys() if options.nvtx is None else options.nvtx),
             clocks=ClockReader() if device_type == "cuda" else None,

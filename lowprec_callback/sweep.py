@@ -28,7 +28,7 @@ from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
 from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Loss, Problem, Recorder, Restored, Role
+from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Restored, Role
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
@@ -58,9 +58,10 @@ class Sweep:
         recorder: where facts go.
         snapshot: the state to restore at the end, or None to let the sweep's steps count as training.
         gemm_benchmark: whether to time the captured shapes.
-        trace: why there is no tracing, or None to trace.
+        no_trace: why there is no tracing, or None to trace.
         progress: shows how far we are.
         ranges: NVTX ranges.
+        clocks: reads the GPU's clock and power at the end of each block.
     """
 
     engine: Engine
@@ -88,6 +89,8 @@ class Sweep:
     _traced_step: int | None = None
     _memory_of: str | None = None
     _nvtx_depth: int = 0
+    _phase_name: str = ""
+    _shapes: list[Gemm] = field(default_factory=list)
 
     @property
     def baseline(self) -> RecipeCard:
@@ -210,23 +213,22 @@ class Sweep:
     def _capture(self) -> Steps:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
-        self._log = GemmLog(self.engine.linear_layers())
-        yield from self._watched_step(self._log)
-        gemms = self._log.gemms()
-        if not gemms:
+        log = GemmLog(self.engine.linear_layers())
+        yield from self._watched_step(log)
+        self._shapes = log.gemms()
+        if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
-        self.recorder.add(*gemms)
+        self.recorder.add(*self._shapes)
 
     def _benchmark(self) -> None:
         """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone."""
-        gemms = self._log.gemms()
         memory.clean(self.engine.device)
 
         def tell(what: str, done: int, total: int) -> None:
             if self.progress is not None:
                 self.progress.update(f"GEMM benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
 
-        for fact in benchmark(self.engine, self.cards, self.baseline.name, gemms, self.settings.seed, tell):
+        for fact in benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell):
             self.recorder.add(fact)
         memory.clean(self.engine.device)
 
@@ -305,9 +307,6 @@ class Sweep:
         return ModuleScopes(self.engine.scoped_modules(), enter, leave)
 
     # -- small parts -----------------------------------------------------------------------------------------------
-
-    _phase_name: str = ""
-    _log: GemmLog = field(default_factory=lambda: GemmLog([]))
 
     def _open_step(self) -> None:
         if self._traced_step is not None:

@@ -24,5 +24,5 @@ def choose_engine(model: nn.Module, device: torch.device) -> Engine:
         return PlainTorchEngine(model, device, why)
     if not loaded.ok:
         return PlainTorchEngine(model, device, f"Transformer Engine cannot be imported: {loaded.reason}")
-    why = f"the model has {te_modules} Transformer Engine modules, on a CUDA device"
+    why = f"the model has {te_modules} Transformer Engine module{'s' * (te_modules > 1)}, on a CUDA device"
     return TransformerEngineEngine(model, device, why)

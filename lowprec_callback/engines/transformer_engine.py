@@ -109,12 +109,12 @@ def build_recipe(card: RecipeCard) -> Any:
     if cls is None:
         raise ValueError(f"Transformer Engine {load().version} has no recipe class {card.te_class!r}")
     arguments = dict(card.arguments)
-    for key in ("fp8_format", "fp4_format"):
-        if isinstance(arguments.get(key), str):
-            arguments[key] = getattr(recipes.Format, arguments[key])
     try:
+        for key in ("fp8_format", "fp4_format"):
+            if isinstance(arguments.get(key), str):
+                arguments[key] = getattr(recipes.Format, arguments[key])
         return cls(**arguments)
-    except (TypeError, AssertionError, ValueError) as error:
+    except (AttributeError, TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"{card.te_class}({arguments}): {error}") from error
 
 
@@ -339,8 +339,12 @@ def _scales_fact(recipe: str, path: str, direction: Literal["fwd", "bwd"], state
     )
 
 
-_MODULE_STATE = ("fp8_initialized", "fp8_meta_tensors_initialized", "fp8", "fp8_calibration", "fp8_parameters")
+_FLAGS = ("fp8_initialized", "fp8_meta_tensors_initialized", "fp8", "fp8_calibration", "fp8_parameters")
 """Flags of TE's base module that say which state it has built."""
+
+_STATE = ("fp8_meta", "quantizers", "_fp8_workspaces", "_fp8_metas", "_quantizers", "_module_groups")
+"""The state itself: of TE's base module; of the operators of `te.ops`; and `te.ops.Sequential`'s fusions, which
+remember the class of the recipe that their operators were last built for."""
 
 
 @dataclass
@@ -356,7 +360,11 @@ class _QuantizationState:
     @staticmethod
     def take(model: nn.Module, manager: Any) -> _QuantizationState:
         """Remember the state of every TE module, and TE's global state."""
-        modules = [(module, _read_module(module)) for module in model.modules() if is_te_module(module)]
+        modules = [
+            (module, {name: module.__dict__[name] for name in (*_FLAGS, *_STATE) if name in module.__dict__})
+            for module in model.modules()
+            if is_te_module(module)
+        ]
         return _QuantizationState(modules, _take_globals(manager))
 
     @staticmethod
@@ -380,6 +388,8 @@ class _QuantizationState:
             if "_fp8_metas" in attributes:  # te.ops
                 attributes["_fp8_metas"] = None
                 attributes["_quantizers"] = None
+            if "_module_groups" in attributes:  # te.ops.Sequential makes them again
+                attributes["_module_groups"] = None
         manager.reset()
 
     def put_back(self, manager: Any) -> None:
@@ -389,21 +399,12 @@ class _QuantizationState:
         _put_globals(manager, self.globals_)
 
 
-def _read_module(module: nn.Module) -> dict[str, Any]:
-    names = (*_MODULE_STATE, "_fp8_metas", "_quantizers")
-    state = {name: module.__dict__[name] for name in names if name in module.__dict__}
-    for name in ("fp8_meta", "quantizers", "_fp8_workspaces"):
-        if isinstance(module.__dict__.get(name), dict):
-            state[name] = dict(module.__dict__[name])
-    return state
-
-
 def _take_globals(manager: Any) -> dict[str, Any]:
     """TE's global state: one object since 2.16 or so, attributes of the class before."""
     if hasattr(manager, "quantization_state"):
         return {"quantization_state": manager.quantization_state}
     return {
-        name: dict(value) if isinstance(value, dict) else value
+        name: value
         for name, value in vars(manager).items()
         if not name.startswith("__") and not callable(value) and not isinstance(value, classmethod | staticmethod)
     }

@@ -340,9 +340,10 @@ def product_of(event: dict[str, Any], scope: Scope | None) -> AtenProduct | None
     """Read a matrix product from a profiler's operator event; None if it is another operator, or has no shapes."""
     position = _FIRST_OPERAND.get(event["name"])
     args = event.get("args", {})
-    if position is None or "Input Dims" not in args:
+    dims = args.get("Input Dims", [])
+    if position is None or len(dims) < position + 2:
         return None
-    a, b = args["Input Dims"][position], args["Input Dims"][position + 1]
+    a, b = dims[position], dims[position + 1]
     types = args.get("Input type", [])
     first, second = (
         (_PROFILER_TYPES.get(types[i], "unknown") if i < len(types) else "unknown") for i in (position, position + 1)

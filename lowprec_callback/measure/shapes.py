@@ -90,13 +90,14 @@ class GemmLog:
                 self.strays[f"{where} {product.op}".strip()] += 1
             return
         k, n = layer.weights[0].k, layer.weights[0].n
+        outer = product.columns if role == "dgrad" and product.columns != k else product.rows
         operands = [Operand("Tensor", element, "none") for element in (product.first, product.second)]
         with self._lock:
             self._seen.append(
                 _Seen(
                     module=layer.path,
                     role=role,
-                    m=product.inner if role == "wgrad" else product.rows,
+                    m=product.inner if role == "wgrad" else outer,
                     k=k,
                     n=n,
                     family=layer.family,
@@ -192,18 +193,19 @@ class GemmLog:
 def role_of(product: AtenProduct, weight: Weight) -> Role | None:
     """Which of a linear layer's three GEMMs a product is, by its sizes; None if it is none of them.
 
-    In forward, (M x K)(K x N). In backward, dgrad is dY W, (M x N)(N x K), and wgrad is dY^T X, (N x M)(M x K), or
-    its transpose. If M happens to equal N the sizes are the same, and the transposed first operand tells wgrad.
+    In forward, (M x K)(K x N). In backward, wgrad is dY^T X, (N x M)(M x K), or its transpose; dgrad is dY W,
+    (M x N)(N x K), or its transpose where the input was a transposed view. If M happens to equal N the sizes of
+    dgrad and wgrad are the same, and the transposed first operand tells wgrad.
     """
     if product.scope is None or product.batch != 1:
         return None
     k, n = weight.k, weight.n
     if product.scope.direction == "forward":
         return "fprop" if (product.inner, product.columns) == (k, n) else None
-    looks_dgrad = product.inner == n and product.columns == k
+    looks_dgrad = product.inner == n and k in (product.rows, product.columns)
     looks_wgrad = {product.rows, product.columns} == {k, n}
     if looks_dgrad and looks_wgrad:
-        return "wgrad" if product.first_transposed else "dgrad"
+        return "wgrad" if product.columns == k and product.first_transposed else "dgrad"
     if looks_dgrad:
         return "dgrad"
     return "wgrad" if looks_wgrad else None
