@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ TE_ADVICE = """\
         - a C++17 compiler.
       NVIDIA's PyTorch container has all that, and Transformer Engine: run this command inside it. To try again
       here, delete {folder} first.
-      What importing it says: {why}"""
+      Importing it says: {why}
+      What pip said is in {log}"""
 
 
 class Failure(Exception):
@@ -189,7 +191,7 @@ class Environment:
         self.folder.mkdir(parents=True)
         self._write({})  # first, so that an environment whose making was interrupted is known as ours
         with step(f"making {self.folder}"):
-            self._create(pip_is_inherited=bool(found["cuda"]))
+            self._create(inherits_pip=bool(found["cuda"]) and find_spec("pip") is not None)
         if found["cuda"]:
             self._inherit()
             say(f"  with PyTorch{' and Transformer Engine' if found['te'] else ''} from {sys.prefix}")
@@ -197,16 +199,13 @@ class Environment:
         if self.gpu and not found["te"]:
             self._install_te()
 
-    def _create(self, pip_is_inherited: bool) -> None:
+    def _create(self, inherits_pip: bool) -> None:
+        # An inherited pip is better than a new one: with that comes, under Python 3.11, an old setuptools, which
+        # would hide the inherited one and cannot build the project without a network.
         try:
             import venv
 
-            try:
-                venv.EnvBuilder(with_pip=True, symlinks=os.name != "nt").create(self.folder)
-            except subprocess.CalledProcessError:
-                if not pip_is_inherited:
-                    raise
-                venv.EnvBuilder(symlinks=os.name != "nt").create(self.folder)
+            venv.EnvBuilder(with_pip=not inherits_pip, symlinks=os.name != "nt").create(self.folder)
         except (ImportError, subprocess.CalledProcessError) as error:
             raise Failure(
                 f"Python's venv module cannot make an environment with pip ({error}). "
@@ -226,9 +225,9 @@ class Environment:
         own = ask(self.python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").stdout.strip()
         Path(own, f"{name}.pth").write_text("".join(f"{line}\n" for line in lines))
 
-    def _pip(self, *arguments: object) -> bool:
+    def _pip(self, *arguments: object, **options: Any) -> bool:
         quiet = ("-qq", "--disable-pip-version-check")  # errors only
-        return run(self.python, "-m", "pip", "install", *quiet, *arguments) == 0
+        return run(self.python, "-m", "pip", "install", *quiet, *arguments, **options) == 0
 
     def _install(self, extra: str = "") -> None:
         """The project, editable, with what it needs and what an extra adds."""
@@ -250,12 +249,15 @@ class Environment:
             self._path_file("lowprec_callback", [str(ROOT)])
 
     def _install_te(self) -> None:
-        with step("installing Transformer Engine, built from source: this can take half an hour"):
-            tools = self._pip("setuptools", "wheel", "ninja", "cmake", "pybind11", "packaging")
-            done = tools and self._pip("--no-build-isolation", *requirements("te"))
+        log = self.folder / "transformer_engine.log"  # a build that fails writes hundreds of lines
+        what = "installing Transformer Engine, built from source: this can take half an hour"
+        with step(what), log.open("w") as file:
+            to_log = {"stdout": file, "stderr": subprocess.STDOUT}
+            if self._pip("setuptools", "wheel", "ninja", "cmake", "pybind11", "packaging", **to_log):
+                self._pip("--no-build-isolation", *requirements("te"), **to_log)
             found = probe(self.python)
-        if not done or not found["te"]:
-            print(TE_ADVICE.format(folder=self.folder, why=found["why"]), flush=True)
+        if not found["te"]:
+            print(TE_ADVICE.format(folder=self.folder, why=found["why"], log=log), flush=True)
 
 
 def profile(environment: Environment, arguments: list[str]) -> int:

@@ -50,7 +50,7 @@ class Course:
 def shapes_of(gemms: Iterable[Gemm]) -> list[Shape]:
     """The distinct linear layers behind captured GEMMs, largest first."""
     shapes = {Shape(g.m, g.k, g.n, g.bias, _family(g), g.quantizable, g.groups) for g in gemms}
-    return sorted(shapes, key=lambda s: (-s.m * s.k * s.n, s.k, s.n, s.bias, s.family))
+    return sorted(shapes, key=lambda s: (-s.m * s.k * s.n, s.k, s.n, s.bias, s.family, s.quantizable, s.groups))
 
 
 def _family(gemm: Gemm) -> str:
@@ -166,6 +166,7 @@ def _facts(recipe: str, shape: Shape, samples: Samples, sampling: Sampling) -> I
             times = samples.times.get((role, mode), [])
             host = samples.host.get((role, mode))
             failure = samples.failure or (None if times else "the call was not seen")
+            late = not failure and host is not None and host > sorted(times)[len(times) // 2]
             yield GemmTime(
                 recipe=recipe,
                 role=role,
@@ -176,7 +177,7 @@ def _facts(recipe: str, shape: Shape, samples: Samples, sampling: Sampling) -> I
                 samples_ms=() if failure else tuple(times),
                 calls_per_sample=samples.calls,
                 host_ms=host,
-                launch_bound=bool(times and host is not None and host > sorted(times)[len(times) // 2]),
+                launch_bound=late,
                 failure=failure,
                 family=shape.family,
                 quantize_ms=tuple(samples.quantize.get(role, ())) if mode == "autocast" and not failure else (),

@@ -76,8 +76,8 @@ class Samples:
     failure: str | None = None
 
     def totals(self, mode: Mode) -> list[float]:
-        """The layer's three roles together, sample by sample."""
-        return [sum(parts) for parts in zip(*(self.times[role, mode] for role in ROLES), strict=True)]
+        """The layer's three roles together, sample by sample; none if the call of one role was never seen."""
+        return [sum(parts) for parts in zip(*(self.times.get((role, mode), []) for role in ROLES), strict=False)]
 
 
 class LayerBench:

@@ -14,7 +14,8 @@ DOMAIN = "lowprec"
 
 def under_nsys() -> bool:
     """Whether Nsight Systems is attached to this process (it sets these variables; seen with 2024.2 and 2025.3)."""
-    return "NSYS_PROFILING_SESSION_ID" in os.environ or "nsys" in os.environ.get("CUDA_INJECTION64_PATH", "").lower()
+    injected = os.environ.get("CUDA_INJECTION64_PATH", "").lower()
+    return "NSYS_PROFILING_SESSION_ID" in os.environ or "nsys" in injected or "nsight-systems" in injected
 
 
 class Ranges:

@@ -66,8 +66,8 @@ class Tracer:
 
     def __init__(self, device: torch.device, *, shapes: bool = False) -> None:
         self._device = device
-        # Kineto writes a line to the terminal at each start and stop unless told to report errors only.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        # Kineto writes a line to the terminal at each start and stop, since torch 2.13 at level 5, above its errors.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda" and not shapes:
             activities.append(ProfilerActivity.CUDA)
@@ -238,15 +238,21 @@ def _segments(events: list[dict[str, Any]]) -> tuple[list[float], list[tuple[dic
         starts.append(instant)
         stacks.append(tuple(open_events))
 
+    def close_until(instant: float) -> None:
+        # Events that nest end innermost first. Those that do not (a user's own ranges) end when they end.
+        while open_events:
+            first = min(range(len(open_events)), key=lambda i: (_end(open_events[i]), -i))
+            end = _end(open_events[first])
+            if end > instant:
+                return
+            del open_events[first]
+            cut(end)
+
     for event in events:
-        while open_events and _end(open_events[-1]) <= event["ts"]:
-            closed = open_events.pop()
-            cut(_end(closed))
+        close_until(event["ts"])
         open_events.append(event)
         cut(event["ts"])
-    while open_events:
-        closed = open_events.pop()
-        cut(_end(closed))
+    close_until(math.inf)
     return starts, stacks
 
 

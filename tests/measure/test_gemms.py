@@ -1,0 +1,553 @@
+"""The GEMM benchmark: what is timed and in which order, never how fast it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from lowprec_callback.engines.plain_torch import PlainTorchEngine
+from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
+from lowprec_callback.measure import gemms, gpu_clock, layer_bench
+from lowprec_callback.measure.gemms import Course, Sampling, benchmark, half_width, shapes_of
+from lowprec_callback.measure.gpu_clock import TRIES, ahead, cut_calls, device_ms
+from lowprec_callback.measure.layer_bench import Conditions, LayerBench, Samples, Shape
+from lowprec_callback.recipes import RecipeCard, load_cards
+from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Role
+from tests.engines import fake_te
+
+CARDS = load_cards()
+CPU = torch.device("cpu")
+
+
+# -- cutting a call into its roles -----------------------------------------------------------------------------------
+
+
+class Mark:
+    """A CUDA event that was reached at some millisecond."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: Mark) -> float:
+        return other.at - self.at
+
+
+@st.composite
+def marks(draw: Any) -> list[tuple[str, Mark]]:
+    """Some calls of a layer: GEMMs of forward, then of backward, with anything in between, at rising whole times."""
+    now = 0
+    found: list[tuple[str, Mark]] = []
+
+    def mark(what: str) -> None:
+        nonlocal now
+        now += draw(st.integers(0, 1000))
+        found.append((what, Mark(now)))
+
+    for _ in range(draw(st.integers(1, 3))):
+        mark("begin")
+        for role in draw(st.sampled_from([["fprop"], ["fprop"] * 3, []])):
+            mark(f"<{role}")
+            mark(f">{role}")
+        mark("forward")
+        for role in draw(st.sampled_from([["dgrad", "wgrad"], ["wgrad", "dgrad"], ["wgrad"], ["dgrad", "wgrad"] * 2])):
+            mark(f"<{role}")
+            mark(f">{role}")
+        mark("end")
+    return found
+
+
+@given(marks())
+def test_the_roles_share_a_call_without_gap_or_overlap(found: list[tuple[str, Mark]]) -> None:
+    cut = list(cut_calls(found))
+    begins = [mark.at for what, mark in found if what == "begin"]
+    ends = [mark.at for what, mark in found if what == "end"]
+    assert sum(whole for _, whole, _ in cut) == sum(ends) - sum(begins)
+    assert [role for role, _, _ in cut] == [what[1:] for what, _ in found if what.startswith(">")]
+    opened = [mark.at for what, mark in found if what.startswith("<")]
+    closed = [mark.at for what, mark in found if what.startswith(">")]
+    assert [alone for _, _, alone in cut] == [b - a for a, b in zip(opened, closed, strict=True)]
+    assert all(whole >= alone >= 0 for _, whole, alone in cut)
+
+
+def test_what_each_role_carries() -> None:
+    times = {"begin": 0, "<fprop": 3, ">fprop": 10, "forward": 11, "<dgrad": 15, ">dgrad": 25, "<wgrad": 27}
+    found = [(what, Mark(at)) for what, at in {**times, ">wgrad": 40, "end": 42}.items()]
+    assert list(cut_calls(found)) == [("fprop", 11, 7), ("dgrad", 14, 10), ("wgrad", 17, 13)]
+
+
+def test_no_marks_no_roles() -> None:
+    assert list(cut_calls([])) == []
+    assert list(cut_calls([("begin", Mark(0)), ("forward", Mark(1)), ("end", Mark(2))])) == []
+
+
+# -- a GPU that is played ------------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """Time passes when a GEMM or a quantizer says so; whether the host kept ahead is decided beforehand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead_at: int = 0) -> None:
+        self.now, self.spins, self.ahead_at, self.waits = 0.0, [], ahead_at, 0
+        gpu = self
+
+        class Event(Mark):
+            def __init__(self, enable_timing: bool = False) -> None:
+                super().__init__(math.nan)
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def query(self) -> bool:
+                """Whether the spin is over: the host was too slow."""
+                return (len(gpu.spins) - 1) % TRIES < gpu.ahead_at
+
+        def wait(*_: Any) -> None:
+            gpu.waits += 1
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.spins.append)
+        monkeypatch.setattr(torch.cuda, "synchronize", wait)
+
+
+@pytest.mark.parametrize("late", range(TRIES + 1))
+def test_a_sample_that_the_host_launched_too_late_is_launched_again(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    gpu = Gpu(monkeypatch, ahead_at=late)
+    launches = iter(range(99))
+    tries = min(late + 1, TRIES)
+    assert ahead(lambda: next(launches), host_s=0.001) == tries - 1
+    assert gpu.spins == [int(0.001 * 1.5 * 2**attempt * gpu_clock.SPIN_HZ) for attempt in range(tries)]
+    assert gpu.waits == min(late, TRIES)
+
+
+def test_a_spin_is_neither_too_short_nor_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    ahead(lambda: None, host_s=0.0)
+    ahead(lambda: None, host_s=1e3)
+    assert gpu.spins == [int(5e-4 * gpu_clock.SPIN_HZ), int(0.5 * gpu_clock.SPIN_HZ)]
+
+
+def test_the_time_of_a_call_is_the_mean_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+
+    def call() -> None:
+        gpu.now += 2.5
+
+    assert device_ms(call, 7, 1e-4) == 2.5
+
+
+def test_what_happens_between_calls_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    order: list[str] = []
+
+    def pass_(what: str, ms: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(what)
+            gpu.now += ms
+
+        return run
+
+    assert device_ms(pass_("call", 2.5), 3, 1e-4, between=pass_("flush", 100.0)) == 2.5
+    assert order == ["flush", "call"] * 3
+
+
+# -- a layer of Transformer Engine ---------------------------------------------------------------------------------
+
+GEMM_MS, QUANTIZE_MS = 3.0, 1.0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_te.Fake]:
+    yield fake_te.install(monkeypatch)
+    load.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, fake: fake_te.Fake) -> Gpu:
+    """Each GEMM and each quantization of the fake TE takes its time; the host needs a millisecond for anything."""
+    gpu = Gpu(monkeypatch)
+    quantize = fake_te.Quantizer.__call__
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
+        gpu.now += GEMM_MS
+        return fake_te.multiply(a, b, layout)
+
+    def quantized(self: fake_te.Quantizer, x: torch.Tensor) -> Any:
+        gpu.now += QUANTIZE_MS
+        return quantize(self, x)
+
+    fake.gemm = gemm
+    monkeypatch.setattr(fake_te.Quantizer, "__call__", quantized)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(layer_bench.time, "perf_counter", lambda: next(ticks) * 1e-3)
+    return gpu
+
+
+def layer_samples(fake: fake_te.Fake, card: RecipeCard, conditions: Conditions) -> tuple[Samples, fake_te.Linear]:
+    engine = TransformerEngineEngine(fake_te.Linear(fake, 16, 8), CPU, "a test")
+    layers: list[fake_te.Linear] = []
+    original = fake.te.Linear
+
+    def make(*args: Any, **options: Any) -> fake_te.Linear:
+        layers.append(original(*args, **options))
+        return layers[-1]
+
+    fake.te.Linear = make
+    samples = Samples()
+    LayerBench(engine, card, Shape(32, 16, 8, False, "Linear", True), samples, conditions).run()
+    (layer,) = layers
+    return samples, layer
+
+
+def test_each_role_carries_the_quantization_that_it_needs_first(fake: fake_te.Fake, gpu: Gpu) -> None:
+    samples, _ = layer_samples(fake, CARDS["fp8_current"], Conditions())
+    assert {key: set(values) for key, values in samples.times.items()} == {
+        ("fprop", "autocast"): {GEMM_MS + 2 * QUANTIZE_MS},  # X and W
+        ("dgrad", "autocast"): {GEMM_MS + QUANTIZE_MS},  # dY
+        ("wgrad", "autocast"): {GEMM_MS},  # both are there already
+        ("fprop", "kernel"): {GEMM_MS},
+        ("dgrad", "kernel"): {GEMM_MS},
+        ("wgrad", "kernel"): {GEMM_MS},
+    }
+    assert {role: set(values) for role, values in samples.quantize.items()} == {
+        "fprop": {2 * QUANTIZE_MS},
+        "dgrad": {QUANTIZE_MS},
+        "wgrad": {0.0},
+    }
+    assert {len(values) for values in samples.times.values()} == {layer_bench.SAMPLES_PER_VISIT}
+    assert samples.host.keys() == {(role, mode) for role in ROLES for mode in MODES}
+    assert samples.calls == 2  # of two milliseconds each, for a sample of four
+    assert samples.failure is None
+
+
+def test_the_baseline_quantizes_nothing(fake: fake_te.Fake, gpu: Gpu) -> None:
+    samples, _ = layer_samples(fake, CARDS["bf16"], Conditions())
+    assert {value for values in samples.times.values() for value in values} == {GEMM_MS}
+    assert {value for values in samples.quantize.values() for value in values} == {0.0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_mode_alone(fake: fake_te.Fake, gpu: Gpu, mode: Any) -> None:
+    samples, _ = layer_samples(fake, CARDS["fp8_current"], Conditions(modes=(mode,)))
+    assert samples.times.keys() == {(role, mode) for role in ROLES}
+
+
+def test_accumulation_windows_are_whole(fake: fake_te.Fake, gpu: Gpu) -> None:
+    samples, layer = layer_samples(fake, CARDS["fp8_current"], Conditions(modes=("autocast",), accumulate=3))
+    assert samples.calls == 3
+    assert layer.microbatches == [index % 3 == 0 for index in range(len(layer.microbatches))]
+
+
+def test_without_accumulation_the_layer_is_not_told_of_micro_batches(fake: fake_te.Fake, gpu: Gpu) -> None:
+    _, layer = layer_samples(fake, CARDS["fp8_current"], Conditions())
+    assert set(layer.microbatches) == {None}
+
+
+def test_the_entries_of_te_are_as_they_were(fake: fake_te.Fake, gpu: Gpu) -> None:
+    before = dict(vars(fake.tex))
+    layer_samples(fake, CARDS["fp8_current"], Conditions())
+    assert vars(fake.tex) == before
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+def gemm(m: int, k: int, n: int, role: Role = "fprop", family: str = "nn.Linear", **changes: Any) -> Gemm:
+    values: dict[str, Any] = {"calls": 1, "quantizable": True, "bias": False, "groups": 1, **changes}
+    return Gemm("layer", role, m, k, n, family=family, **values)
+
+
+def test_equal_shapes_are_timed_once_and_the_largest_first() -> None:
+    found = shapes_of(
+        [
+            *(gemm(8, 16, 4, role) for role in ROLES),
+            gemm(64, 64, 64, family="LayerNormLinear"),
+            gemm(64, 64, 64, family="Linear"),
+            gemm(64, 64, 64, family="GroupedLinear", groups=4),
+            gemm(8, 16, 4, bias=True),
+            gemm(8, 16, 4, calls=9),
+        ]
+    )
+    assert found == [
+        Shape(64, 64, 64, False, "GroupedLinear", True, 4),
+        Shape(64, 64, 64, False, "Linear", True),
+        Shape(8, 16, 4, False, "nn.Linear", True),
+        Shape(8, 16, 4, True, "nn.Linear", True),
+    ]
+
+
+families = st.sampled_from(["nn.Linear", "Linear", "LayerNormMLP", "GroupedLinear"])
+any_gemm = st.builds(
+    gemm,
+    st.sampled_from([8, 16]),
+    st.sampled_from([8, 16]),
+    st.sampled_from([8, 16]),
+    st.sampled_from(ROLES),
+    families,
+    quantizable=st.booleans(),
+    bias=st.booleans(),
+    groups=st.sampled_from([1, 2]),
+)
+
+
+@given(st.lists(any_gemm, max_size=12), st.randoms(use_true_random=False))
+def test_the_order_of_the_shapes_does_not_depend_on_that_of_the_gemms(
+    found: list[Gemm], shuffle: random.Random
+) -> None:
+    shapes = shapes_of(found)
+    assert shapes == shapes_of(shuffle.sample(found, len(found)))
+    assert len(set(shapes)) == len(shapes)
+    keys = [dataclasses.astuple(shape) for shape in shapes]
+    # Whatever a set gives first, equal keys of the order mean equal shapes.
+    assert len({(-m * k * n, k, n, *rest) for m, k, n, *rest in keys}) == len(keys)
+
+
+# -- the benchmark on a CPU ----------------------------------------------------------------------------------------
+
+MODEL = nn.Linear(8, 4)
+SHAPES = [gemm(6, 8, 4, bias=True), gemm(6, 4, 8), gemm(6, 8, 5, quantizable=False)]
+TWO = [CARDS["fp32"], CARDS["bf16"]]
+
+
+def engine() -> PlainTorchEngine:
+    return PlainTorchEngine(MODEL, CPU, "a test")
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a sample."""
+    monkeypatch.setattr(layer_bench, "SAMPLE_MS", 0.0)
+
+
+def row(fact: GemmTime) -> tuple[str, str, str, int, int, int]:
+    return fact.recipe, fact.role, fact.mode, fact.m, fact.k, fact.n
+
+
+def test_one_row_for_each_recipe_role_mode_and_shape(short: None) -> None:
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    expected = {
+        (recipe, role, mode, *shape)
+        for recipe, shapes in (("fp32", [(6, 8, 4), (6, 4, 8), (6, 8, 5)]), ("bf16", [(6, 8, 4), (6, 4, 8)]))
+        for shape in shapes
+        for role in ROLES
+        for mode in MODES
+    }
+    assert {row(fact) for fact in facts} == expected
+    assert len(facts) == len(expected)
+    for fact in facts:
+        assert fact.failure is None
+        assert len(fact.samples_ms) == Sampling().rounds * layer_bench.SAMPLES_PER_VISIT
+        assert all(sample > 0 for sample in fact.samples_ms)
+        assert (fact.calls_per_sample, fact.family, fact.host_ms, fact.launch_bound) == (1, "nn.Linear", None, False)
+        assert fact.quantize_ms == ()
+
+
+def test_nothing_to_time() -> None:
+    course = Course()
+    assert list(benchmark(engine(), TWO, "fp32", [], seed=0, course=course)) == []
+    assert course.rounds == 0
+    assert course.widest is None
+
+
+def test_a_cpu_multiplies_in_the_type_of_the_recipe(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
+    types: set[tuple[str, torch.dtype]] = set()
+    original = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: types.add((a.dtype, b.dtype)) or original(a, b))
+    list(benchmark(engine(), [CARDS["bf16"]], "fp32", SHAPES[:1], seed=0))
+    assert types == {(torch.bfloat16, torch.bfloat16)}
+
+
+def visits(seed: int, sampling: Sampling | None = None) -> list[tuple[str, int, int]]:
+    told: list[tuple[str, int, int]] = []
+    list(benchmark(engine(), TWO, "fp32", SHAPES, seed, lambda *what: told.append(what), sampling))
+    return told
+
+
+def test_the_order_is_that_of_the_seed(short: None) -> None:
+    first = visits(3)
+    assert first == visits(3)
+    assert first != visits(4)
+    assert [done for _, done, _ in first] == list(range(15))
+    assert {total for _, _, total in first} == {15}
+    rounds = [sorted(what for what, _, _ in first[start : start + 5]) for start in (0, 5, 10)]
+    assert (
+        rounds[0]
+        == rounds[1]
+        == rounds[2]
+        == sorted(["fp32 6x8x4", "bf16 6x8x4", "fp32 6x4x8", "bf16 6x4x8", "fp32 6x8x5"])
+    )
+
+
+def test_random_numbers_are_left_alone(short: None) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in MODEL.parameters())
+
+
+class FakeBench:
+    """Takes samples that are given, and fails where it is told to."""
+
+    fails: dict[tuple[str, int], list[Exception | None]] = {}  # noqa: RUF012
+    """(recipe, k) to what each visit does."""
+    host = 0.0
+    visits = 0
+    sample: Callable[[int], float] = staticmethod(lambda _visit: 1.0)
+    roles: tuple[Role, ...] = ROLES
+
+    def __init__(self, _engine: Any, card: RecipeCard, shape: Shape, samples: Samples, conditions: Conditions) -> None:
+        self.what = FakeBench.fails.get((card.name, shape.k), [])
+        self.samples, self.conditions = samples, conditions
+
+    def run(self) -> None:
+        FakeBench.visits += 1
+        error = self.what.pop(0) if self.what else None
+        if error is not None:
+            raise error
+        for mode in self.conditions.modes:
+            for role in FakeBench.roles:
+                for _ in range(3):
+                    self.samples.times[role, mode].append(FakeBench.sample(FakeBench.visits))
+                self.samples.host[role, mode] = FakeBench.host
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
+    class Fresh(FakeBench):
+        pass
+
+    for name, value in (("fails", {}), ("host", 0.0), ("visits", 0), ("roles", ROLES)):
+        monkeypatch.setattr(FakeBench, name, value)
+    monkeypatch.setattr(FakeBench, "sample", staticmethod(lambda _visit: 1.0))
+    monkeypatch.setattr(gemms, "PlainBench", FakeBench)
+    return FakeBench
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "out of memory"),
+        (RuntimeError("shape '[7, 3]'\n   is misaligned"), "RuntimeError: shape '[7, 3]' is misaligned"),
+        (AssertionError(), "AssertionError: "),
+        (ValueError("x" * 500), "ValueError: " + "x" * 300),
+    ],
+)
+def test_a_shape_that_fails_keeps_its_rows_with_the_reason(bench: Any, error: Exception, reason: str) -> None:
+    bench.fails = {("bf16", 4): [None, error]}  # at its second visit
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    failed = [fact for fact in facts if fact.failure is not None]
+    assert {row(fact) for fact in failed} == {("bf16", role, mode, 6, 4, 8) for role in ROLES for mode in MODES}
+    assert {fact.failure for fact in failed} == {reason}
+    assert all(fact.samples_ms == () and not fact.launch_bound for fact in failed)
+    assert all(len(fact.samples_ms) == 9 for fact in facts if fact.failure is None)
+    assert bench.visits == 5 * 3 - 1  # it is not tried again
+
+
+def test_an_interrupt_is_no_failure_of_a_shape(bench: Any) -> None:
+    bench.fails = {("fp32", 4): [KeyboardInterrupt()]}
+    with pytest.raises(KeyboardInterrupt):
+        list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+
+
+def test_a_role_whose_call_was_never_seen(bench: Any) -> None:
+    """An emulated recipe multiplies by other means than the library."""
+    bench.roles = ("fprop", "wgrad")
+    course = Course()
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, course=course))
+    assert {fact.role for fact in facts if fact.failure == "the call was not seen"} == {"dgrad"}
+    assert {fact.role for fact in facts if fact.failure is None} == {"fprop", "wgrad"}
+    assert course.widest is None
+
+
+@pytest.mark.parametrize(("host", "bound"), [(0.5, False), (1.0, False), (1.5, True)])
+def test_launch_bound_means_that_the_host_needs_longer(bench: Any, host: float, bound: bool) -> None:
+    bench.host = host
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    assert {(fact.host_ms, fact.launch_bound) for fact in facts} == {(host, bound)}
+
+
+def test_failures_are_not_launch_bound(bench: Any) -> None:
+    bench.host = 5.0
+    bench.fails = {("fp32", 4): [None, None, RuntimeError("late")]}
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    assert not any(fact.launch_bound for fact in facts if fact.failure)
+
+
+def test_one_mode_has_rows_of_one_mode(bench: Any) -> None:
+    sampling = Sampling(conditions=Conditions(modes=("kernel",)))
+    assert {fact.mode for fact in benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling)} == {"kernel"}
+
+
+def test_sampling_stops_when_the_interval_is_narrow_enough(bench: Any) -> None:
+    course = Course()
+    sampling = Sampling(rounds=9, precision=0.01)
+    list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
+    assert (course.stopped, course.rounds, course.widest) == ("precise", 2, 0.0)  # six samples make an interval
+
+
+def test_sampling_stops_after_its_rounds(bench: Any) -> None:
+    bench.sample = staticmethod(lambda visit: 1.0 + visit % 7)
+    course = Course()
+    sampling = Sampling(rounds=4, precision=0.001)
+    list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
+    assert (course.stopped, course.rounds) == ("rounds", 4)
+    assert course.widest is not None
+    assert course.widest > 0.001
+
+
+def test_sampling_stops_when_time_is_up(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(gemms.time, "perf_counter", lambda: float(next(ticks)))
+    course = Course()
+    sampling = Sampling(rounds=9, budget_s=15.0)
+    list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
+    assert (course.stopped, course.rounds, course.seconds) == ("budget", 2, 20.0)
+
+
+def test_layers_are_built_in_a_state_of_their_own(bench: Any) -> None:
+    class Stateful(PlainTorchEngine):
+        depth = 0
+
+        @contextmanager
+        def own_state(self) -> Iterator[None]:
+            Stateful.depth += 1
+            yield
+
+    list(benchmark(Stateful(MODEL, CPU, ""), TWO, "fp32", SHAPES, seed=0))
+    assert Stateful.depth == bench.visits == 15
+
+
+# -- the interval of a median ----------------------------------------------------------------------------------------
+
+positive = st.floats(0.5, 100.0)
+
+
+@given(st.lists(positive, max_size=5))
+def test_few_samples_make_no_interval(samples: list[float]) -> None:
+    assert half_width(samples) is None
+
+
+@given(st.lists(positive, min_size=6, max_size=40), st.randoms(use_true_random=False))
+def test_the_interval_of_a_median(samples: list[float], shuffle: random.Random) -> None:
+    width = half_width(samples)
+    assert width is not None
+    middle = sorted(samples)[len(samples) // 2]
+    assert 0 <= width <= (max(samples) - min(samples)) / min(samples)
+    assert width == half_width(shuffle.sample(samples, len(samples)))
+    assume(middle > 0)
+    assert half_width([2 * sample for sample in samples]) == pytest.approx(width)
+
+
+def test_six_samples_span_the_interval() -> None:
+    assert half_width([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == pytest.approx(2.5 / 3.5)
+    assert half_width([1.0, *[2.0] * 30, 50.0]) == 0.0  # outliers are outside it

@@ -1,0 +1,150 @@
+"""The plan: what fits into a fit, what gives way when it does not, and what the user is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowprec_callback.plan import PlanError, Settings, fit, order_of_rounds
+
+SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps")
+SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0)
+
+settings_of_any_size = st.builds(
+    Settings,
+    rounds=st.integers(1, 6),
+    settle_steps=st.integers(1, 8),
+    timed_steps=st.integers(2, 20),
+    traced_steps=st.integers(0, 5),
+)
+
+
+@given(settings_of_any_size, st.integers(1, 6), st.integers(-3, 1500))
+def test_a_plan_fits_or_nothing_does(asked: Settings, recipes: int, available: int) -> None:
+    if SMALLEST.steps(recipes) > available:
+        with pytest.raises(PlanError) as caught:
+            fit(asked, recipes, available)
+        sentence = str(caught.value)
+        if available > 0:
+            assert f"{available} training step" in sentence
+            assert str(SMALLEST.steps(recipes)) in sentence
+        else:
+            assert "no training steps" in sentence
+        return
+    fitted = fit(asked, recipes, available)
+    got = fitted.settings
+    assert got.steps(recipes) <= available
+    assert all(getattr(got, name) <= getattr(asked, name) for name in SIZES)
+    assert got.seed == asked.seed
+    assert (fitted.shrunk is None) == (got == asked)
+    for name in SIZES:
+        if getattr(got, name) < getattr(asked, name):
+            assert f"{name} {getattr(asked, name)} -> {getattr(got, name)}" in (fitted.shrunk or "")
+        else:
+            assert f"{name} " not in (fitted.shrunk or "")
+    if fitted.shrunk:
+        assert str(available) in fitted.shrunk
+        assert str(asked.steps(recipes)) in fitted.shrunk
+        _, _, costs = fitted.shrunk.partition("What this costs: ")
+        assert costs
+
+
+@given(settings_of_any_size, st.integers(1, 6))
+def test_without_an_end_nothing_is_cut(asked: Settings, recipes: int) -> None:
+    assert fit(asked, recipes, None) == fit(asked, recipes, asked.steps(recipes))
+    assert fit(asked, recipes, None).settings is asked
+
+
+@given(settings_of_any_size, st.integers(1, 6), st.integers(1, 300))
+def test_more_steps_never_make_a_smaller_plan(asked: Settings, recipes: int, available: int) -> None:
+    available = max(available, SMALLEST.steps(recipes))
+    fewer = fit(asked, recipes, available).settings
+    more = fit(asked, recipes, available + 1).settings
+    assert more.steps(recipes) >= fewer.steps(recipes)
+
+
+def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
+    assert Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2).steps(4) == 2 + 4 * (3 * 11 + 2 + 2)
+    assert SMALLEST.steps(1) == 2 + 3
+
+
+def test_what_is_cut_first_costs_least() -> None:
+    asked = Settings()
+    full = asked.steps(2)
+    assert fit(asked, 2, full - 1).settings == replace(asked, rounds=2)
+    assert fit(asked, 2, replace(asked, rounds=2).steps(2) - 1).settings == replace(asked, rounds=2, timed_steps=7)
+    assert fit(asked, 2, SMALLEST.steps(2)).settings == SMALLEST
+
+
+@pytest.mark.parametrize(
+    ("available", "sentence"),
+    [
+        (75, "16 instead of 24 timed steps a recipe: intervals about 1.2 times as wide"),
+        (15, "the ledger rests on 1 traced step a recipe"),
+        (15, "the host's launch time is not measured"),
+        (15, "less time to settle after each switch of the recipe"),
+        (15, "one round only: drift of the clock cannot be told from a difference between recipes"),
+        (9, "no traced steps: no ledger, no gap and no verdict"),
+    ],
+)
+def test_each_cut_has_its_price(available: int, sentence: str) -> None:
+    shrunk = fit(Settings(), 2, available).shrunk
+    assert shrunk is not None
+    assert sentence in shrunk
+
+
+@pytest.mark.parametrize("available", [0, -1])
+def test_a_fit_of_no_steps(available: int) -> None:
+    with pytest.raises(PlanError, match="the fit has no training steps, so there is nothing to profile"):
+        fit(Settings(), 2, available)
+
+
+def test_a_fit_that_is_too_short_says_what_would_help() -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(Settings(), 1, 1)
+    assert str(caught.value) == (
+        "the fit has 1 training step left; the smallest plan for 1 recipe takes 5: train longer, or name fewer recipes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rounds", 0),
+        ("rounds", 1.0),
+        ("rounds", True),
+        ("settle_steps", 0),
+        ("settle_steps", "3"),
+        ("timed_steps", 1),
+        ("timed_steps", None),
+        ("traced_steps", -1),
+        ("seed", 0.5),
+        ("seed", None),
+        ("seed", True),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        Settings(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert "whole number" in str(caught.value)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers())
+def test_each_round_runs_each_recipe_once(recipes: int, rounds: int, seed: int) -> None:
+    names = [f"recipe{i}" for i in range(recipes)]
+    orders = order_of_rounds(names, rounds, seed)
+    assert len(orders) == rounds
+    assert all(sorted(order) == names for order in orders)
+    assert orders == order_of_rounds(names, rounds, seed)
+
+
+def test_orders_differ_between_rounds_and_seeds() -> None:
+    names = ["bf16", "fp8_delayed", "fp8_current", "fp8_block"]
+    orders = order_of_rounds(names, 6, seed=0)
+    assert len({tuple(order) for order in orders}) > 1
+    assert orders != order_of_rounds(names, 6, seed=1)
