@@ -206,7 +206,7 @@ class GemmRun(Fact):
     """Visits to each (recipe, shape) that the longest-sampled pair had."""
     seconds: float
     stopped: str
-    """`precise`, `budget`, `rounds`, or `iterations` for the published method."""
+    """`precise`, `budget`, `rounds`, `failed` (no shape ran), or `iterations` for the published method."""
     widest: float | None = None
     """The largest relative half-width of a layer's median that was left, at 95%."""
     precision: float | None = None

@@ -166,6 +166,8 @@ class Session:
             return
         self.sweep.finish(status, reason)
         self.recorder.close()
+        if self.recorder.lost:
+            self.say(f"lowprec: {self.recorder.lost}")
         if self.sweep.clocks is not None:
             self.sweep.clocks.close()
         if self.speaks and show:

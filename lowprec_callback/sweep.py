@@ -148,7 +148,8 @@ class Sweep:
         """An optimizer step is over. Returns whether the sweep is."""
         if self._script is None or self.done:
             return True
-        self._loss = loss
+        # Detached: an undetached loss would keep its whole graph alive to the end of the block.
+        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._steps_done += 1
         self._close_step()
         try:
@@ -179,7 +180,8 @@ class Sweep:
         except RuntimeError as error:
             # A broken CUDA context takes the model with it; the user's own exception matters more than this one.
             self.recorder.add(Problem("restore", f"the state could not be put back: {error}"))
-        self.snapshot = None
+        self.snapshot, self._loss = None, None
+        memory.clean(self.engine.device)
         self.recorder.add(End(status, reason))
         if self.progress is not None:
             self.progress.close()

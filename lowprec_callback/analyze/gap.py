@@ -79,9 +79,7 @@ def _gemm_terms(
     ]
 
 
-def _over_bench(
-    ledgers: tuple[Ledger, Ledger], bench: tuple[GemmTotals, GemmTotals], names: tuple[str, str]
-) -> str:
+def _over_bench(ledgers: tuple[Ledger, Ledger], bench: tuple[GemmTotals, GemmTotals], names: tuple[str, str]) -> str:
     """`over the bench: bf16 +51.5 ms, fp8_delayed +30.2 ms`: G - B on each side, whose difference is the term."""
     told = []
     for name, ledger, side in zip(names, ledgers, bench, strict=True):

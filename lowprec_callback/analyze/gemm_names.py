@@ -164,9 +164,7 @@ def _cutlass3(name: str) -> GemmName | None:
     a_type, a_scale = _cutlass3_operand(match[2])
     b_type, b_scale = _cutlass3_operand(match[3])
     if a_type is None or b_type is None:
-        return GemmName(
-            None, None, layout, "CUTLASS 3 GEMM whose operand types are chosen at run time or unknown"
-        )
+        return GemmName(None, None, layout, "CUTLASS 3 GEMM whose operand types are chosen at run time or unknown")
     operands = (a_type, b_type)
     if match[1] == "tf32":
         operands = ("tf32", "tf32")
@@ -210,17 +208,13 @@ def _cutlass2(name: str) -> GemmName | None:
     layout = _layout(_LOWER_LAYOUT.search(name))
     if match:
         kind = _cutlass2_type(match)
-        return GemmName(
-            (kind, kind) if kind else None, "none" if kind else None, layout, "tensor-op GEMM's type field"
-        )
+        return GemmName((kind, kind) if kind else None, "none" if kind else None, layout, "tensor-op GEMM's type field")
     simt = _SIMT.search(name)
     if not simt:
         return None
     letter = simt[1] or simt[2]
     kind = "int8" if letter == "i" and "int8" in name else _SIMT_TYPES.get(letter)
-    return GemmName(
-        (kind, kind) if kind else None, "none" if kind else None, layout, f"BLAS name {letter}gemm"
-    )
+    return GemmName((kind, kind) if kind else None, "none" if kind else None, layout, f"BLAS name {letter}gemm")
 
 
 def _cutlass2_type(match: re.Match[str]) -> str | None:
@@ -310,9 +304,7 @@ def _deep_gemm(name: str) -> GemmName | None:
 _C_TYPES = {"__nv_bfloat16": "bf16", "c10::BFloat16": "bf16", "cutlass::bfloat16_t": "bf16", "__half": "fp16",
             "c10::Half": "fp16", "cutlass::half_t": "fp16", "float": "fp32", "double": "fp64"}  # fmt: skip
 _C_TYPE = "|".join(map(re.escape, _C_TYPES))
-_TYPED_TEMPLATE = re.compile(
-    r"gemv|gemmk1_kernel|gemmSN_|(?<![a-z])dot_kernel|router_gemm_kernel|gemmEx_kernel"
-)
+_TYPED_TEMPLATE = re.compile(r"gemv|gemmk1_kernel|gemmSN_|(?<![a-z])dot_kernel|router_gemm_kernel|gemmEx_kernel")
 # A vector path's parameter block names A first. The plain template arguments come second, for `dot_kernel`'s
 # start with the accumulator.
 _C_ELEMENT = (
@@ -335,9 +327,7 @@ def _typed_template(name: str) -> GemmName | None:
 
 # --- What belongs to a GEMM, and what only says "GEMM" ------------------------------------------------------
 
-_HELPER = re.compile(
-    r"splitK_?reduce|ReduceSplitK|reduce_1Block_kernel|cublasLt::|globalKernelBgrad", re.IGNORECASE
-)
+_HELPER = re.compile(r"splitK_?reduce|ReduceSplitK|reduce_1Block_kernel|cublasLt::|globalKernelBgrad", re.IGNORECASE)
 
 
 def _helper(name: str) -> GemmName | None:
@@ -391,7 +381,5 @@ def decode(name: str) -> GemmName | None:
 def _without_scale_type(found: GemmName, name: str) -> GemmName:
     """UE4M3 is the type of NVFP4's scales: beside an FP8 operand it makes the scaling unknown."""
     if "ue4m3" in name.lower() and found.operands and not {"e4m3", "e5m2"}.isdisjoint(found.operands):
-        return replace(
-            found, scaling=None, rule=f"{found.rule}; UE4M3 beside an FP8 operand is not understood"
-        )
+        return replace(found, scaling=None, rule=f"{found.rule}; UE4M3 beside an FP8 operand is not understood")
     return found

@@ -104,9 +104,7 @@ def _function(bucket: str, pattern: str, why: str) -> Rule:
 
 
 BEFORE_GEMM: tuple[Rule, ...] = (
-    _name(
-        "hadamard", r"HadamardTransformKernel", "TE's Hadamard transform on its own", "nvfp4-unfused-hadamard"
-    ),
+    _name("hadamard", r"HadamardTransformKernel", "TE's Hadamard transform on its own", "nvfp4-unfused-hadamard"),
     _name("hadamard", r"[Hh]adamard", "a Hadamard transform, perhaps with the amax of its result"),
     _name(
         "communication",
@@ -165,9 +163,7 @@ BEFORE_GEMM: tuple[Rule, ...] = (
         r"transformer_engine::d?(?:clamped_)?(?:q?gelu|s?relu|silu|swiglu|sigmoid)<",
         "a TE kernel with an activation functor, also when it casts its output",
     ),
-    _function(
-        "activation", r"^(?:d?gated_act|unary_grad|scaled_(?:gated|unary)_\w+)_kernel", "TE's activations"
-    ),
+    _function("activation", r"^(?:d?gated_act|unary_grad|scaled_(?:gated|unary)_\w+)_kernel", "TE's activations"),
     _function("amax", r"^(?!.*(?:quant|cast|gemm)).*amax", "finds or clears a maximum of magnitudes"),
     _name(
         "quantize",

@@ -155,9 +155,7 @@ def _too_much(residual: float, other: float, wall: float, on_cpu: bool) -> list[
             f"(limit {RESIDUAL_LIMIT:.0%}): {side}"
         )
     if other > limit * wall:
-        complaints.append(
-            f"unknown work takes {other:.2f} ms, {other / wall:.1%} of the step (limit {limit:.0%})"
-        )
+        complaints.append(f"unknown work takes {other:.2f} ms, {other / wall:.1%} of the step (limit {limit:.0%})")
     return complaints
 
 

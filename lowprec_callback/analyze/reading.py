@@ -138,6 +138,7 @@ def _about_best(best: RecipeReport, scene: Scene) -> list[str]:
     value = _step_speedup(best)
     change = _change(scene.baseline, best)
     different = is_different(step.low, step.high)
+    bound = launch_bound(best, scene.on_cpu)
     sentences: list[str] = []
     if different is None:
         sentences.append(
@@ -147,16 +148,19 @@ def _about_best(best: RecipeReport, scene: Scene) -> list[str]:
     elif not different:
         assert step.low is not None
         assert step.high is not None
+        first = (
+            f"Launch-bound, so {_subject(scene.measured)} does not make this step faster"
+            if bound
+            else f"No difference that these {step.n} steps can show"
+        )
         sentences.append(
-            f"No difference that these {step.n} steps can show: {best.name} {_x(value)} ({change}; "
-            f"95% interval {_x(step.low)} to {_x(step.high)})."
+            f"{first}: {best.name} {_x(value)} ({change}; 95% interval {_x(step.low)} to {_x(step.high)})."
         )
     elif value > 1:
         sentences.append(f"{best.name} makes a step {_x(value)} faster ({change}).")
     else:
         which = f" with {best.name}, the best of {len(scene.measured)}" if len(scene.measured) > 1 else ""
         sentences.append(f"{_subject(scene.measured)} makes this step slower: {_x(value)} ({change}){which}.")
-    bound = launch_bound(best, scene.on_cpu)
     if bound:
         sentences.append(_launch(best, scene.baseline))
     if different and value > 1:

@@ -42,7 +42,7 @@ class Course:
     rounds: int = 0
     seconds: float = 0.0
     stopped: str = ""
-    """Why it stopped: `precise`, `budget` or `rounds`."""
+    """Why it stopped: `precise`, `budget`, `rounds`, or `failed` where no shape ran."""
     widest: float | None = None
     """The largest relative half-width that is left; None while an interval is missing."""
 
@@ -80,6 +80,8 @@ def benchmark(
     while True:
         left = [job for job in jobs if not _enough(results[job[0].name, job[1]], sampling)]
         course.stopped = _why_stop(left, course, sampling)
+        if course.stopped == "precise" and all(samples.failure for samples in results.values()):
+            course.stopped = "failed"
         if course.stopped:
             break
         for index, (card, shape) in enumerate(order.sample(left, len(left))):

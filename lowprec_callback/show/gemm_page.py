@@ -153,6 +153,7 @@ def sampled(run: GemmRun) -> str:
         "precise": f"every layer's median is known to ±{run.precision:.1%}" if run.precision else "precise",
         "budget": f"the budget of {run.budget_s} s was spent",
         "rounds": "all rounds were done",
+        "failed": "no shape ran",
     }.get(run.stopped, run.stopped)
     left = "" if run.widest is None else f"; the widest interval left is ±{run.widest:.1%}"
     window = f"; weights quantized once in {run.accumulate} micro-batches" if run.accumulate > 1 else ""

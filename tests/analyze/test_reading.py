@@ -115,6 +115,11 @@ def test_no_difference_that_can_be_shown() -> None:
         "No difference that these 16 steps can show: fp8_delayed 1.01x (819.2 -> 810.0 ms; "
         "95% interval 0.98x to 1.04x)."
     )
+    same = part("fp8_block", 26.5, 1.002, half=0.1, host=29.9, idle=21.0)
+    bound = headline(scene(same, base=part("bf16", 26.5, idle=20.0, gemm=2.1, host=27.5)))
+    assert bound[0].startswith(
+        "Launch-bound, so FP8 does not make this step faster: fp8_block 1.002x (26.5 -> 26.5 ms;"
+    )
     single = headline(scene(part("fp8_delayed", 700.0, 1.17, half=None)))
     assert "no spread" in single[0]
 

@@ -197,6 +197,11 @@ def test_ranges_that_do_not_nest_end_when_they_end() -> None:
     ]
 
 
+def test_of_two_that_begin_together_the_longer_is_around_the_shorter() -> None:
+    places = _Places([op("inner", 0, 5), op("outer", 0, 10)])
+    assert [places.at(MAIN, ts).op for ts in (0, 4, 5, 9)] == ["inner", "inner", "outer", "outer"]
+
+
 def test_an_instant_on_a_thread_that_was_never_seen() -> None:
     assert _Places([]).at(12345, 1.0).op == ""
 
