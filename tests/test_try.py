@@ -8,7 +8,7 @@ import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -104,9 +104,21 @@ def test_the_checks_all_run_and_the_first_failure_is_the_exit_code(
 
     monkeypatch.setattr(bootstrap, "run", run)
     monkeypatch.setattr(bootstrap, "gpu_seen", lambda: False)
+    monkeypatch.setattr(bootstrap.Environment, "add_te_files", lambda self: None)
     monkeypatch.setenv("LOWPREC_VENV", str(tmp_path / "venv"))
     assert bootstrap.main(["test", "-k", "gap"]) == 3
     assert ran == [["ruff", "check", "."], ["mypy"], ["pytest", "-k", "gap"]]
+
+
+@pytest.mark.parametrize(("there", "gpu", "asked"), [(False, False, True), (True, False, False), (False, True, False)])
+def test_te_files_are_added_only_where_no_te_could_be_hurt(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, gpu: bool, asked: bool
+) -> None:
+    wanted: list[tuple[object, ...]] = []
+    monkeypatch.setattr(bootstrap, "ask", lambda *_: SimpleNamespace(returncode=0 if there else 1))
+    monkeypatch.setattr(bootstrap.Environment, "_pip", lambda self, *a, **_: wanted.append(a) is None)
+    bootstrap.Environment(tmp_path, gpu).add_te_files()
+    assert wanted == ([("--no-deps", "transformer-engine==2.20.2")] if asked else [])
 
 
 def test_a_python_that_dies_while_importing_is_a_reason(bootstrap: ModuleType, tmp_path: Path) -> None:
