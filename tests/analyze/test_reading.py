@@ -109,6 +109,11 @@ def test_slower_without_a_slow_host_names_the_costs() -> None:
     assert "Quantization takes back what the kernels gain" in reading(scene(slow))[0]
 
 
+def test_a_gain_that_the_benchmark_does_not_explain() -> None:
+    odd = part("fp8_current", 80.0, 1.25, kernel=1.3, autocast=0.95)
+    assert "the benchmark does not explain that gain" in reading(scene(odd, base=part("bf16", 100.0)))[0]
+
+
 def test_no_difference_that_can_be_shown() -> None:
     found = headline(scene(part("fp8_delayed", 810.0, 1.01, half=0.03)))
     assert found[0] == (
