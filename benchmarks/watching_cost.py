@@ -4,8 +4,8 @@
     python benchmarks/watching_cost.py --preset tiny           (on a CPU)
 
 Both sides train the same MiniGPT on the same batches in the same precision and take turns (bare, watched, watched,
-bare, ...), so that drift hits both alike. The bare side has only a clock of its own: one CUDA event (or one reading of the
-monotonic clock) at each batch end. Prints both medians and their ratio; timings belong here and not in a test.
+bare, ...), so that drift hits both alike. The bare side has only a clock of its own: one CUDA event (or one reading of
+the monotonic clock) at each batch end. Prints both medians and their ratio; timings belong here and not in a test.
 """
 
 from __future__ import annotations
