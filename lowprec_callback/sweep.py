@@ -287,7 +287,7 @@ class Sweep:
                     yield
                     scopes.clear()
         try:
-            self.recorder.add(*tracer.traces(card.name, log.library_calls or None))
+            self.recorder.add(*tracer.traces(card.name, log.entry_calls or None))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
 

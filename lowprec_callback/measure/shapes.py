@@ -131,7 +131,7 @@ class GemmLog:
         return (exact, exact.weights[0]) if exact and len(exact.weights) == 1 else None
 
     @property
-    def library_calls(self) -> int:
+    def entry_calls(self) -> int:
         """GEMM calls of Transformer Engine so far: what the trace must show again."""
         return sum(1 for seen in self._seen if not seen.entry.startswith("aten::"))
 

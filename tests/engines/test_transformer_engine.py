@@ -503,7 +503,7 @@ def test_a_watched_step_shows_every_gemm_with_its_layer(fake: Fake) -> None:
         expected |= {(module, role, 6, k, n) for role in ("fprop", "dgrad", "wgrad")}
     expected.discard(("0", "dgrad", 6, 8, 24))  # the input needs no gradient
     assert seen == expected
-    assert log.library_calls == len(expected)
+    assert log.entry_calls == len(expected)
     formats = {(d.module, d.role): (d.weight_or_input.scaling, d.weight_or_input.format) for d in dispatches(log)}
     assert formats["0", "fprop"] == ("tensor-current", "e4m3")
     assert formats["1.fc2", "dgrad"] == ("tensor-current", "e4m3")

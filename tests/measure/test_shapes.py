@@ -69,7 +69,7 @@ def test_equal_calls_are_counted() -> None:
         log.add_call(call("block.out", "fprop", 6, 8, 8))
         log.add_call(call("block.out", "wgrad", 6, 8, 8, accumulate=micro_batch > 0))
     assert keys(log.gemms()) == [("block.out", "fprop", 6, 8, 8, 4), ("block.out", "wgrad", 6, 8, 8, 4)]
-    assert log.library_calls == 8
+    assert log.entry_calls == 8
     counted = {(d.role, d.accumulate): d.calls for d in log.dispatches("bf16", lambda _path: True)}
     assert counted == {("fprop", False): 4, ("wgrad", False): 1, ("wgrad", True): 3}
 
@@ -189,12 +189,12 @@ def test_calls_come_from_many_threads() -> None:
         thread.join()
     assert sorted(g.calls for g in log.gemms()) == [400, 400]
     assert log.strays == {"aten::mm": 400}
-    assert log.library_calls == 400
+    assert log.entry_calls == 400
 
 
 def test_nothing_seen() -> None:
     log = GemmLog(LAYERS)
-    assert (log.gemms(), log.dispatches("bf16", lambda _path: None), log.library_calls) == ([], [], 0)
+    assert (log.gemms(), log.dispatches("bf16", lambda _path: None), log.entry_calls) == ([], [], 0)
 
 
 # -- PyTorch's products --------------------------------------------------------------------------------------------
