@@ -177,11 +177,11 @@ class Sweep:
         try:
             parts = self.snapshot.restore() if self.snapshot is not None else ()
             self.recorder.add(Restored(parts=parts, asked=self.snapshot is not None))
+            memory.clean(self.engine.device)
         except RuntimeError as error:
             # A broken CUDA context takes the model with it; the user's own exception matters more than this one.
             self.recorder.add(Problem("restore", f"the state could not be put back: {error}"))
         self.snapshot, self._loss = None, None
-        memory.clean(self.engine.device)
         self.recorder.add(End(status, reason))
         if self.progress is not None:
             self.progress.close()
