@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -170,7 +170,9 @@ class Sweep:
             return
         script, self._script = self._script, None
         self.done, self.card, self._clock = True, None, None
-        self._close_step()
+        # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
+        with suppress(RuntimeError):
+            self._close_step()
         # Closing the script runs the exits of every `with` it stands in: hooks and patches go.
         script.close()
         self.engine.restore()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,7 +47,7 @@ class GPTConfig:
     batch: int
     """Sequences in an optimizer step."""
     learning_rate: float
-    """AdamW's, constant, for the FP32 parameters of a CPU or the BF16 parameters of a GPU."""
+    """AdamW's at the first step, for the FP32 parameters of a CPU or the BF16 parameters of a GPU."""
     steps: int
     """Optimizer steps by default: enough to profile every recipe and then to learn the sequences."""
     vocabulary: int = VOCABULARY
@@ -150,6 +151,8 @@ class MiniGPT(LightningModule):
         quantized: a TE recipe (`recipes/`) in whose format TE's linear weights are stored; None: in `dtype`.
         recipe_arguments: TE's arguments of that recipe.
         learning_rate: None: the config's.
+        decay_steps: the learning rate falls linearly to 0 over so many; None: it is constant. At a constant rate
+            the last steps' noise costs some of the 576 sequences their stride.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class MiniGPT(LightningModule):
         quantized: str | None = None,
         recipe_arguments: dict[str, Any] | None = None,
         learning_rate: float | None = None,
+        decay_steps: int | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -172,6 +176,7 @@ class MiniGPT(LightningModule):
         self.block_kind: Blocks = blocks
         self.quantized = quantized
         self.learning_rate = config.learning_rate if learning_rate is None else learning_rate
+        self.decay_steps = decay_steps
         self.region: precision.Region = nullcontext
         """Opened around each forward pass of training; `train.py --no-profile --recipe` sets it."""
         self.profile_name = "MiniGPT"
@@ -208,8 +213,17 @@ class MiniGPT(LightningModule):
         self.losses.append(loss.detach())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; for weights stored in FP8, TE's with FP32 masters: FP8 alone cannot take a small update."""
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, whose rate falls to 0 in a straight line if `decay_steps` says over how many steps."""
+        optimizer = self._adamw()
+        if self.decay_steps is None:
+            return optimizer
+        steps = self.decay_steps
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _adamw(self) -> torch.optim.Optimizer:
+        """For weights stored in FP8, TE's with FP32 masters: FP8 alone cannot take a small update."""
         arguments: dict[str, Any] = {"lr": self.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.01}
         if self.quantized is not None:
             optimizer: torch.optim.Optimizer = precision.te().optimizers.FusedAdam(

@@ -126,6 +126,7 @@ def build(options: argparse.Namespace) -> MiniGPT:
         quantized=options.quantized_init,
         recipe_arguments=arguments.get(options.quantized_init),
         learning_rate=options.lr,
+        decay_steps=options.steps or PRESETS[options.preset].steps,
     )
     model.profile_name = f"MiniGPT {options.preset}"
     if options.no_profile and options.recipe is not None:

@@ -207,6 +207,14 @@ def test_the_same_seed_gives_the_same_losses() -> None:
 
 
 @pytest.mark.usefixtures("small_preset")
+def test_the_learning_rate_falls_to_zero_over_the_steps() -> None:
+    model = train.train(train.parser().parse_args([*TRAIN_SMALL, "--steps", "4", "--lr", "1.0"]))
+    schedule = model.lr_schedulers()
+    assert schedule.get_last_lr() == [0.0]
+    assert [schedule.lr_lambdas[0](step) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.usefixtures("small_preset")
 def test_a_recipe_runs_without_the_profiler(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([*TRAIN_SMALL, "--steps", "2", "--recipe", "bf16"]) == 0
     assert train.main([*TRAIN_SMALL, "--steps", "2", "--recipe", "fp32"]) == 0
