@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lowprec_callback.analyze.gemm_table import Cell, GemmTable, gemm_table
 from lowprec_callback.analyze.peaks import Peak, find_peak, rate, refuse_impossible, share_of_peak
+from lowprec_callback.analyze.shapes import gemm_flops
 from lowprec_callback.recording import Card, Environment, GemmTime, Recording
 from lowprec_callback.report import Figure
 from lowprec_callback.show.gemm_page import as_csv, rows
@@ -66,7 +67,7 @@ def rates(recording: Recording, made: Iterable[GemmTable]) -> list[str]:
             time = table.layer(recipe)
             if time.value is None or not layer:
                 continue
-            tflops = sum(2.0 * cell.m * cell.k * cell.n for cell in layer) / time.value / 1e9
+            tflops = sum(gemm_flops(cell.m, cell.k, cell.n) for cell in layer) / time.value / 1e9
             peak = peaks.get((recipe, "fprop"))
             share = share_of_peak(tflops, peak) if peak else None
             if peak is not None and peak.tflops is not None and share is not None:

@@ -16,9 +16,9 @@ from typing import Any
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.hugging_face import from_hugging_face
 from lowprec_callback.analyze.model_config import ModelConfig, ModelConfigError
-from lowprec_callback.analyze.shapes import LayerGemm, as_facts, from_facts, layer_gemms, role_shape
+from lowprec_callback.analyze.shapes import LayerGemm, as_facts, from_facts, layer_gemms
 from lowprec_callback.recipes import RecipeCard, resolve
-from lowprec_callback.recording import MODES, ROLES, Gemm, Method, Mode, Role, read
+from lowprec_callback.recording import MODES, ROLES, Gemm, Method, Mode, Role, read, role_shape
 
 MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
 """Options that say a model's sizes: every field of `ModelConfig` has one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ import lowprec_callback
 from lowprec_callback import gemm_output, recording
 from lowprec_callback.analyze.alignment import check_alignment
 from lowprec_callback.engines import te_tutorial
-from lowprec_callback.engines.base import Engine, NotRun
+from lowprec_callback.engines.base import Engine
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
 from lowprec_callback.gemm_plan import GemmPlan
@@ -80,12 +80,11 @@ def engine_for_shapes(device: torch.device) -> Engine:
 
 def execute(order: Order, engine: Engine, folder: Path, tell: Tell = lambda *_: None) -> Recorder:
     """Time everything that was ordered. Facts are on disk as they come; a shape that fails keeps its row."""
-    created = datetime.now().astimezone().isoformat("T", "seconds")
-    recorder = Recorder(folder / recording.FILE_NAME, lowprec_callback.__version__, created)
+    recorder = Recorder(folder / recording.FILE_NAME, lowprec_callback.__version__)
     device_type: Literal["cuda", "cpu"] = "cuda" if engine.device.type == "cuda" else "cpu"
     recorder.add(environment(device_type, load().version))
     recorder.add(Model(order.name, engine.name, engine.why, parameters=0, parameter_bytes=0))
-    able, refused = _sort_out(order.cards, engine)
+    able, refused = engine.sort_out(order.cards)
     baseline = order.cards[0]
     recorder.add(*(card.to_fact(card is baseline) for card in order.cards))
     recorder.add(*(Refusal(card.name, reason.reason, reason.source) for card, reason in refused))
@@ -144,18 +143,6 @@ def _run_fact(order: Order, sampling: Sampling, course: Course) -> GemmRun:
         accumulate=sampling.conditions.accumulate,
         layers=order.layers,
     )
-
-
-def _sort_out(cards: Sequence[RecipeCard], engine: Engine) -> tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]]:
-    able: list[RecipeCard] = []
-    refused: list[tuple[RecipeCard, NotRun]] = []
-    for card in cards:
-        reason = engine.refusal(card) or engine.probe(card)
-        if reason is None:
-            able.append(card)
-        else:
-            refused.append((card, reason))
-    return able, refused
 
 
 def _warm_up(device: torch.device, seconds: float) -> None:

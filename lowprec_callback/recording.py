@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, TypeVar
@@ -30,6 +31,12 @@ FILE_NAME = "recording.jsonl"
 Role = Literal["fprop", "dgrad", "wgrad"]
 ROLES: tuple[Role, ...] = ("fprop", "dgrad", "wgrad")
 """The three GEMMs of a linear layer: Y = X W^T, dX = dY W, dW = dY^T X."""
+
+
+def role_shape(role: Role, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """(rows, length of the sum, columns) of one role's GEMM, for a layer of m tokens, k input and n output features."""
+    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}[role]
+
 
 Mode = Literal["kernel", "autocast"]
 MODES: tuple[Mode, ...] = ("kernel", "autocast")
@@ -492,7 +499,7 @@ class Recording:
 class Recorder:
     """Appends facts to a file, each flushed at once. Use as a context manager, or call `close`."""
 
-    def __init__(self, path: Path, tool_version: str, created: str) -> None:
+    def __init__(self, path: Path, tool_version: str, created: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         # "x": a Recording is never written over; two runs never share a file.
@@ -502,7 +509,13 @@ class Recorder:
         self._closed = False
         self.lost: str | None = None
         """If the disk refused a fact (full, gone): a sentence. Facts then live on in memory."""
-        self.add(Header(version=VERSION, tool_version=tool_version, created=created))
+        self.add(
+            Header(
+                version=VERSION,
+                tool_version=tool_version,
+                created=created or datetime.now().astimezone().isoformat("T", "seconds"),
+            )
+        )
 
     def add(self, *facts: Fact) -> None:
         """Append facts. A disk that refuses them never harms the training run: see `lost`."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lowprec_callback
-from lowprec_callback import plan, recording
+from lowprec_callback import plan, recording, report
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
 from lowprec_callback.engines.transformer_engine import load
@@ -100,7 +100,8 @@ class Session:
         try:
             baseline, asked = _cards(options, engine)
             with Rng.kept():  # the probes draw random numbers
-                able, refused = _sort_out(engine, baseline, asked)
+                able, refused = engine.sort_out(asked)
+            _require(baseline, refused)
             if options.recipes is not None and len(able) == 1 and len(asked) > 1:
                 reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
@@ -110,11 +111,7 @@ class Session:
         except (PlanError, RecipeError) as error:
             raise ProfilerError(str(error)) from error
 
-        recorder = Recorder(
-            folder / recording.FILE_NAME,
-            lowprec_callback.__version__,
-            datetime.now().astimezone().isoformat("T", "seconds"),
-        )
+        recorder = Recorder(folder / recording.FILE_NAME, lowprec_callback.__version__)
         device_type: Literal["cuda", "cpu"] = "cuda" if training.device.type == "cuda" else "cpu"
         recorder.add(environment(device_type, load().version))
         recorder.add(_model_fact(training, engine))
@@ -181,9 +178,9 @@ class Session:
             from lowprec_callback.show.plots import save_all
 
             self.report = analyze(self.recorder.snapshot())
-            self.report.save(self.folder / "report.json")
+            self.report.save(self.folder / report.FILE_NAME)
             plots = save_all(self.report, self.folder)
-            print_report(self.report, files=["report.json", *(plot.path.name for plot in plots if plot.path)])
+            print_report(self.report, files=[report.FILE_NAME, *(plot.path.name for plot in plots if plot.path)])
         except Exception as error:
             self.say(
                 f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "
@@ -208,21 +205,11 @@ def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCar
     return cards[0], cards
 
 
-def _sort_out(
-    engine: Engine, baseline: RecipeCard, cards: Iterable[RecipeCard]
-) -> tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]]:
-    """(able to run, refused with reasons). A recipe that says it is available is proven with a tiny run."""
-    able: list[RecipeCard] = []
-    refused: list[tuple[RecipeCard, NotRun]] = []
-    for card in cards:
-        reason = engine.refusal(card) or engine.probe(card)
-        if reason is None:
-            able.append(card)
-        elif card.name == baseline.name:
+def _require(baseline: RecipeCard, refused: Iterable[tuple[RecipeCard, NotRun]]) -> None:
+    """Without the baseline there is nothing to compare with."""
+    for card, reason in refused:
+        if card.name == baseline.name:
             raise ProfilerError(f"the baseline {card.name} cannot run here: {reason.reason} ({reason.source})")
-        else:
-            refused.append((card, reason))
-    return able, refused
 
 
 def _take_snapshot(training: Training) -> Snapshot:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lowprec_callback.analyze.gemms import Benchmark, speedup
 from lowprec_callback.recording import ROLES, Card, Gemm, GemmRun, GemmTime, Method, Mode, Recording, Refusal, Role
@@ -60,7 +60,6 @@ class GemmTable:
     cells: tuple[Cell, ...]
     layers: int
     run: GemmRun | None
-    notes: tuple[str, ...] = field(default=())
 
     def total(self, recipe: str, cells: Iterable[Cell], *, whole_model: bool = False) -> Figure:
         """The sum over some cells: one call each, or all the calls of a step of the model."""
@@ -143,8 +142,9 @@ def gemm_table(recording: Recording, method: Method, mode: Mode) -> GemmTable:
     baseline = next((card.recipe for card in cards if card.baseline), recipes[0] if recipes else "")
     run = next((fact for fact in recording.of(GemmRun) if fact.method == method), None)
     layers = run.layers if run else 1
+    shares = _shares(times, method)
     cells = tuple(
-        _cell(gemm, bench, recipes, baseline, mode, layers, _shares(times, method))
+        _cell(gemm, bench, recipes, baseline, mode, layers, shares)
         for gemm in gemms
         if method == "role-true" or (gemm.quantizable and gemm.groups == 1)
     )

@@ -31,15 +31,10 @@ from dataclasses import dataclass, replace
 
 from lowprec_callback.analyze.gemms import operation as collapsed
 from lowprec_callback.analyze.model_config import ModelConfig
-from lowprec_callback.recording import ROLES, Gemm, Role
+from lowprec_callback.recording import ROLES, Gemm, Role, role_shape
 
 LM_HEAD = "LM head"
 """The operation that a model has once."""
-
-
-def role_shape(role: Role, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """(rows, length of the sum, columns) of one role's GEMM, for a layer of m tokens, k input and n output features."""
-    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}[role]
 
 
 def gemm_flops(rows: int, length: int, columns: int) -> int:

@@ -8,7 +8,7 @@ watched: which modules to follow, and what reaches the GEMM library (`watch`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,6 +80,18 @@ class Engine(ABC):
     @abstractmethod
     def probe(self, card: RecipeCard) -> NotRun | None:
         """Prove it: a tiny forward and backward at the model's own feature sizes, gradients finite and not all zero."""
+
+    def sort_out(self, cards: Iterable[RecipeCard]) -> tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]]:
+        """(able to run, refused with reasons). A recipe that says it is available is proven with a tiny run."""
+        able: list[RecipeCard] = []
+        refused: list[tuple[RecipeCard, NotRun]] = []
+        for card in cards:
+            reason = self.refusal(card) or self.probe(card)
+            if reason is None:
+                able.append(card)
+            else:
+                refused.append((card, reason))
+        return able, refused
 
     @abstractmethod
     def region(self, card: RecipeCard) -> AbstractContextManager[Any]:

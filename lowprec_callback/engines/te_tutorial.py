@@ -25,7 +25,7 @@ import torch
 
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import Gemm, GemmTime, Mode, Role
+from lowprec_callback.recording import Gemm, GemmTime, Mode, role_shape
 
 QUANTIZERS = {
     "tensor-current": "Float8CurrentScalingQuantizer",
@@ -65,7 +65,7 @@ def times(
         failure: str | None = None
         try:
             with engine.own_state():
-                samples = (_time(engine, card, mode, _product(role, m, k, n), warm_ups, iterations),)
+                samples = (_time(engine, card, mode, role_shape(role, m, k, n), warm_ups, iterations),)
         except torch.OutOfMemoryError:
             failure = "out of memory"
         except Exception as error:
@@ -82,11 +82,6 @@ def times(
             failure=failure,
             method="te-tutorial",
         )
-
-
-def _product(role: Role, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Rows, length and columns of one role's product, as the script writes them."""
-    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}[role]
 
 
 def _time(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lowprec_callback.analyze.gemm_table import Cell, GemmTable, roles_of
 from lowprec_callback.analyze.gemms import speedup
-from lowprec_callback.recording import GemmRun, Mode
+from lowprec_callback.recording import GemmRun, Mode, role_shape
 from lowprec_callback.report import Figure
 
 TITLES: dict[Mode, str] = {"autocast": "with quantization (autocast)", "kernel": "GEMM only (pre-quantized)"}
@@ -55,23 +55,22 @@ def _table(table: GemmTable) -> Iterable[RenderableType]:
             continue
         grid.add_row(Text(role, style="italic"))
         for cell in cells:
-            shape = _shape(cell)
+            shape = "x".join(map(str, role_shape(cell.role, cell.m, cell.k, cell.n)))
             grid.add_row(f" {cell.operation}", shape, *(_cell(table, cell, recipe, notes) for recipe in table.recipes))
         sums = [
-            _sum(table, table.role_sum(recipe, role), table.role_sum(table.baseline, role), notes)
-            for recipe in table.recipes
+            _sum(table.role_sum(recipe, role), table.role_sum(table.baseline, role), notes) for recipe in table.recipes
         ]
         grid.add_row(Text(f" {role} sum", style="bold"), "", *sums)
     base = table.baseline
     grid.add_row(
-        Text("layer", style="bold"), "", *(_sum(table, table.layer(r), table.layer(base), notes) for r in table.recipes)
+        Text("layer", style="bold"), "", *(_sum(table.layer(r), table.layer(base), notes) for r in table.recipes)
     )
     if table.layers > 1 or any(not cell.in_layer for cell in table.cells):
         name = f"model, {table.layers} layers" if table.layers > 1 else "model"
         grid.add_row(
             Text(name, style="bold"),
             "",
-            *(_sum(table, table.model(r), table.model(base), notes) for r in table.recipes),
+            *(_sum(table.model(r), table.model(base), notes) for r in table.recipes),
         )
     if table.mode == "autocast" and table.method == "role-true":
         grid.add_row(
@@ -80,15 +79,6 @@ def _table(table: GemmTable) -> Iterable[RenderableType]:
     yield grid
     yield from (Text(f"  {mark} {reason}") for reason, mark in notes.items())
     yield from (Text(f"  {line}") for line in _lines(table))
-
-
-def _shape(cell: Cell) -> str:
-    rows, length, columns = {
-        "fprop": (cell.m, cell.k, cell.n),
-        "dgrad": (cell.m, cell.n, cell.k),
-        "wgrad": (cell.k, cell.m, cell.n),
-    }[cell.role]
-    return f"{rows}x{length}x{columns}"
 
 
 def _cell(table: GemmTable, cell: Cell, recipe: str, notes: dict[str, str]) -> Text:
@@ -103,12 +93,11 @@ def _cell(table: GemmTable, cell: Cell, recipe: str, notes: dict[str, str]) -> T
     return Text(f"{_ms(figure.value)}{bound}{beside}")
 
 
-def _sum(table: GemmTable, figure: Figure, base: Figure, notes: dict[str, str]) -> Text:
+def _sum(figure: Figure, base: Figure, notes: dict[str, str]) -> Text:
     if figure.value is None:
         return Text(_mark(figure, notes), style="bold")
     factor = speedup(base, figure)
     beside = "" if figure is base or factor.value is None or figure.value == base.value else f"  {factor.value:.2f}x"
-    del table
     return Text(f"{_ms(figure.value)}{beside}", style="bold")
 
 

@@ -26,9 +26,8 @@ from lowprec_callback.analyze.shapes import (
     from_facts,
     gemm_flops,
     layer_gemms,
-    role_shape,
 )
-from lowprec_callback.recording import ROLES, Gemm
+from lowprec_callback.recording import ROLES, Gemm, role_shape
 
 CODONFM = ModelConfig(
     hidden_size=4096,
