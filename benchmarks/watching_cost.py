@@ -5,12 +5,15 @@
 
 Both sides train the same MiniGPT on the same batches in the same precision and take turns (bare, watched, watched,
 bare, ...), so that drift hits both alike. The bare side has only a clock of its own: one CUDA event (or one reading of
-the monotonic clock) at each batch end. Prints both medians and their ratio; timings belong here and not in a test.
+the monotonic clock) at each batch end. Prints both medians, their ratio, and the mean of the
+neighbouring pairs' ratios with its standard error; timings belong here and not in a test.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -74,7 +77,7 @@ def fit(model: LightningModule, callback: Callback, steps: int, folder: str) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="large" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4, help="pairs of one bare and one watched fit, 2 or more")
     parser.add_argument("--timed", type=int, default=12, help="timed steps a turn")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -85,8 +88,8 @@ def main() -> int:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     settle = 3
     steps = LEAD_STEPS + settle + options.timed
-    bare: list[float] = []
-    watched: list[float] = []
+    bare: list[list[float]] = []
+    watched: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(2 * options.turns):
             # A new model each turn: one that has learned all there is has denormal gradients, which CPUs are slow at.
@@ -95,7 +98,7 @@ def main() -> int:
             if turn % 4 in (0, 3):
                 clock = BareClock()
                 fit(model, clock, steps, folder)
-                bare += clock.times_ms(options.timed)
+                bare.append(clock.times_ms(options.timed))
             else:
                 profiler = LowPrecisionProfiler(
                     recipes=baseline,
@@ -111,11 +114,15 @@ def main() -> int:
                 )
                 fit(model, profiler, steps, folder)
                 assert profiler.session is not None
-                watched += [fact.ms for fact in profiler.session.recorder.snapshot().of(StepTime)]
-    a, b = statistics.median(bare), statistics.median(watched)
+                watched.append([fact.ms for fact in profiler.session.recorder.snapshot().of(StepTime)])
     where = torch.cuda.get_device_name() if on_gpu else "CPU"
-    print(f"{options.preset} on {where}: {len(bare)} bare steps, median {a:.3f} ms; {len(watched)} watched, {b:.3f} ms")
-    print(f"watched / bare = {b / a:.4f}")
+    all_bare, all_watched = list(itertools.chain(*bare)), list(itertools.chain(*watched))
+    a, b = statistics.median(all_bare), statistics.median(all_watched)
+    print(f"{options.preset} on {where}: {len(all_bare)} bare steps, median {a:.3f} ms")
+    print(f"{len(all_watched)} watched steps, median {b:.3f} ms; watched / bare = {b / a:.4f}")
+    ratios = [statistics.median(w) / statistics.median(p) for p, w in zip(bare, watched, strict=True)]
+    mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
+    print(f"mean of the {len(ratios)} neighbouring pairs {mean:.4f}, standard error {error:.4f}")
     return 0
 
 
