@@ -133,6 +133,13 @@ class Engine(ABC):
         del current, calls, around, replay
         return nullcontext()
 
+    def own_state(self) -> AbstractContextManager[None]:
+        """For layers that are not the model's: what they register with the library stays apart from the model's.
+
+        May be entered again and again (not within itself), and then finds what it left.
+        """
+        return nullcontext()
+
     def in_region(self, path: str) -> bool | None:
         """Whether the module's last forward ran inside a quantized region; None if there is no such thing."""
         del path

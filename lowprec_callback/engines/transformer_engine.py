@@ -11,8 +11,8 @@ its state as it did on the first step of its life.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -159,7 +159,7 @@ class TransformerEngineEngine(Engine):
         sizes = {
             (weight.k, weight.n) for layer in self.linear_layers() if layer.quantizable for weight in layer.weights
         }
-        with self._own_state():
+        with self.own_state():
             for k, n in sorted(sizes):
                 try:
                     reason = self._probe_one(card, k, n)
@@ -224,20 +224,9 @@ class TransformerEngineEngine(Engine):
         }
         return {**super().scoped_modules(), **containers}
 
-    @contextmanager
-    def _own_state(self) -> Iterator[None]:
-        """A scratch quantization state of TE, for layers that are not the model's."""
-        manager = _state_manager(self._loaded)
-        globals_ = _take_globals(manager)
-        manager.reset()
-        try:
-            yield
-        finally:
-            _put_globals(manager, globals_)
-
     def own_state(self) -> AbstractContextManager[None]:
-        """For the benchmark: what its layers register with TE is forgotten afterwards."""
-        return self._own_state()
+        """See `Engine.own_state`."""
+        return _OwnState(_state_manager(self._loaded))
 
     def linear_layers(self) -> list[LinearLayer]:
         """TE modules that own two-dimensional weights, and the `nn.Linear`s beside them, which no recipe reaches."""
@@ -397,6 +386,26 @@ class _QuantizationState:
         for module, state in self.modules:
             module.__dict__.update(state)
         _put_globals(manager, self.globals_)
+
+
+class _OwnState:
+    """A quantization state of TE's global manager beside the one that is there, kept from one entry to the next."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._own: dict[str, Any] | None = None
+        self._outer: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._outer = _take_globals(self._manager)
+        if self._own is None:
+            self._manager.reset()
+        else:
+            _put_globals(self._manager, self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = _take_globals(self._manager)
+        _put_globals(self._manager, self._outer)
 
 
 def _take_globals(manager: Any) -> dict[str, Any]:

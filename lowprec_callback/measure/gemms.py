@@ -9,25 +9,35 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
 from lowprec_callback.engines.base import Engine
-from lowprec_callback.measure.layer_bench import Conditions, LayerBench, PlainBench, Samples, Shape
+from lowprec_callback.measure.layer_bench import Bench, Conditions, LayerBench, PlainBench, Reader, Samples, Shape
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime
 
 CONFIDENCE = 0.95
+
+LEAST_ROUNDS = 12
+"""Rounds that a precision of 1% usually takes, to tell how long it will be before anything is known."""
+
+FREE = 0.3
+"""Benchmark layers are kept from one round to the next while this share of the GPU's memory is free."""
+
+Job = tuple[str, Shape]
+"""(recipe, shape)."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """When it is enough."""
 
-    rounds: int = 3
-    """Visits to each (recipe, shape); with a `precision`, at most so many."""
+    rounds: int = 6
+    """Visits to each (recipe, shape), each of which gives one sample; with a `precision`, at most so many. Below six
+    samples there is no interval of the median."""
     precision: float | None = None
     """Stop visiting a pair when the half-width of its layer's median, relative to it, is at most this (0.01: 1%)."""
     budget_s: float | None = None
@@ -74,25 +84,28 @@ def benchmark(
     """
     sampling, course = sampling or Sampling(), course or Course()
     jobs = [(card, shape) for shape in shapes_of(gemms) for card in cards if shape.quantizable or card.name == baseline]
-    results: dict[tuple[str, Shape], Samples] = {(card.name, shape): Samples() for card, shape in jobs}
+    results: dict[Job, Samples] = {(card.name, shape): Samples() for card, shape in jobs}
+    benches = Benches(engine, results, sampling.conditions)
     order = random.Random(seed)
     begin = time.perf_counter()
+    done = 0
     while True:
         left = [job for job in jobs if not _enough(results[job[0].name, job[1]], sampling)]
+        course.widest = _widest(results.values(), sampling)
         course.stopped = _why_stop(left, course, sampling)
         if course.stopped == "precise" and all(samples.failure for samples in results.values()):
             course.stopped = "failed"
         if course.stopped:
             break
-        for index, (card, shape) in enumerate(order.sample(left, len(left))):
-            done = course.rounds * len(jobs) + index
-            progress(f"{card.name} {shape.m}x{shape.k}x{shape.n}", done, max(len(jobs) * sampling.rounds, done + 1))
-            _visit(engine, card, shape, results[card.name, shape], sampling.conditions)
+        total = done + len(left) * _rounds_to_go(course, sampling)
+        for card, shape in order.sample(left, len(left)):
+            progress(f"{card.name} {shape.m}x{shape.k}x{shape.n}", done, total)
+            benches.visit(card, shape)
+            done += 1
+        benches.read()
         course.rounds += 1
         course.seconds = time.perf_counter() - begin
-    widths = [_width(samples, sampling) for samples in results.values() if samples.failure is None]
-    known = [width for width in widths if width is not None]
-    course.widest = max(known) if known and len(known) == len(widths) else None
+    benches.close()
     for card, shape in jobs:
         yield from _facts(card.name, shape, results[card.name, shape], sampling)
 
@@ -110,6 +123,28 @@ def _width(samples: Samples, sampling: Sampling) -> float | None:
     """The widest relative half-width over the modes, of the layer's three roles together."""
     widths = [half_width(samples.totals(mode)) for mode in sampling.conditions.modes]
     return None if any(width is None for width in widths) else max(width for width in widths if width is not None)
+
+
+def _widest(results: Iterable[Samples], sampling: Sampling) -> float | None:
+    """The widest relative half-width of what runs at all; None while one is missing."""
+    widths = [_width(samples, sampling) for samples in results if samples.failure is None]
+    known = [width for width in widths if width is not None]
+    return max(known) if known and len(known) == len(widths) else None
+
+
+def _rounds_to_go(course: Course, sampling: Sampling) -> int:
+    """How many rounds are probably left: an interval narrows with the square root of its samples."""
+    most = max(1, sampling.rounds - course.rounds)
+    if sampling.precision is None:
+        return most
+    needed = LEAST_ROUNDS
+    if course.widest is not None:
+        needed = max(needed, math.ceil(course.rounds * (course.widest / sampling.precision) ** 2))
+    go = max(1, needed - course.rounds)
+    if sampling.budget_s is not None and course.rounds and course.seconds > 0:
+        left = (sampling.budget_s - course.seconds) / (course.seconds / course.rounds)
+        go = min(go, max(1, math.ceil(left)))
+    return min(go, most)
 
 
 def _why_stop(left: list[tuple[RecipeCard, Shape]], course: Course, sampling: Sampling) -> str:
@@ -142,22 +177,93 @@ def half_width(samples: list[float]) -> float | None:
     return (ordered[n - j] - ordered[j - 1]) / 2 / middle
 
 
-def _visit(engine: Engine, card: RecipeCard, shape: Shape, samples: Samples, conditions: Conditions) -> None:
-    """One visit: build the layer, warm up, take samples. Failures become a reason, memory is given back."""
-    own_state = getattr(engine, "own_state", nullcontext)
-    on_gpu = engine.device.type == "cuda"
-    plain = not on_gpu or not shape.quantizable or engine.name == "plain_torch"
-    bench = PlainBench if plain else LayerBench
-    try:
-        with own_state(), torch.random.fork_rng(devices=[engine.device] if on_gpu else []):
-            torch.manual_seed(0)
-            bench(engine, card, shape, samples, conditions).run()
-    except torch.OutOfMemoryError:
-        samples.failure = "out of memory"
-    except Exception as error:
-        samples.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if samples.failure and on_gpu:
+class Benches:
+    """The benchmark layers. They live from round to round where there is memory for them: the GPU then goes from one
+    to the next without a pause, at the clock of continuous work.
+    """
+
+    def __init__(self, engine: Engine, results: dict[Job, Samples], conditions: Conditions) -> None:
+        self._engine, self._results, self._conditions = engine, results, conditions
+        self._on_gpu = engine.device.type == "cuda"
+        self._kept: dict[Job, tuple[AbstractContextManager[None], Bench]] = {}
+        self._unread: tuple[Job, Reader] | None = None
+
+    def visit(self, card: RecipeCard, shape: Shape) -> None:
+        """One sample of a pair in each mode, launched; the visit before is read while the GPU works.
+
+        A failure becomes the pair's reason. Out of memory, the other layers give way first.
+        """
+        job = (card.name, shape)
+        reader = None
+        try:
+            reader = self._launch(card, shape)
+        except torch.OutOfMemoryError:
+            self._give_way()
+            try:
+                reader = self._launch(card, shape)
+            except torch.OutOfMemoryError:
+                self._fail(job, "out of memory")
+            except Exception as error:
+                self._fail(job, _reason(error))
+        except Exception as error:
+            self._fail(job, _reason(error))
+        self.read()
+        if reader is not None:
+            self._unread = (job, reader)
+        if self._on_gpu and not _roomy(self._engine.device):
+            self._give_way()
+
+    def read(self) -> None:
+        """Read the last visit."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        job, reader = unread
+        try:
+            reader()
+        except Exception as error:
+            self._fail(job, _reason(error))
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.read()
+        self._kept.clear()
+
+    def _launch(self, card: RecipeCard, shape: Shape) -> Reader:
+        job = (card.name, shape)
+        state, bench = self._kept.get(job, (None, None))
+        state = state or self._engine.own_state()
+        with state, torch.random.fork_rng(devices=[self._engine.device] if self._on_gpu else []):
+            if bench is None:
+                torch.manual_seed(0)
+                plain = not self._on_gpu or not shape.quantizable or self._engine.name == "plain_torch"
+                make = PlainBench if plain else LayerBench
+                bench = make(self._engine, card, shape, self._results[job], self._conditions)
+                self._kept[job] = (state, bench)
+            return bench.visit()
+
+    def _fail(self, job: Job, reason: str) -> None:
+        self._results[job].failure = reason
+        self._kept.pop(job, None)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def _give_way(self) -> None:
+        self.close()
         torch.cuda.empty_cache()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether enough memory is free, blocks that the caching allocator holds unused included."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + unused) / total >= FREE
 
 
 def _facts(recipe: str, shape: Shape, samples: Samples, sampling: Sampling) -> Iterator[GemmTime]:

@@ -1,19 +1,25 @@
-"""Timing work on the GPU without the host in it.
+"""Timing work on the GPU without the host in it, and at the clock that the work itself settles to.
 
-CUDA events around a call hold whatever the GPU waited for, and a small GEMM waits for the host. So a spinning kernel
-holds the GPU until the host has launched a whole sample; the sample then runs back to back.
+Two things spoil a sample. CUDA events around a call hold whatever the GPU waited for, and a small GEMM waits for the
+host. And a GPU at its power limit picks its clock by what it ran in the last tens of milliseconds: after a pause, or
+after work that draws less, the same GEMM runs faster than it does in training (on an H200 by 2 to 5% in the first 30
+ms, with no trend after 60 ms). So every sample is led by the same work, untimed, and where the host cannot keep ahead
+of the GPU by itself, a spinning kernel holds the GPU until the host has launched the whole sample.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowprec_callback.recording import Role
 
-_T = TypeVar("_T")
+Pair = tuple[Any, Any]
+"""The CUDA events before and after something."""
 
 TRIES = 4
 """Launches of one sample until the host kept ahead of the GPU."""
@@ -21,65 +27,79 @@ TRIES = 4
 SPIN_HZ = 2.0e9
 """Cycles a second of the spinning kernel; a faster clock only makes it spin a little shorter."""
 
-
-def ahead(launch: Callable[[], _T], host_s: float) -> _T:
-    """Launch a sample while the GPU spins, so that it runs without waiting for the host.
-
-    Whether the host kept ahead is checked: an event behind the spin must not have been reached when the launching is
-    done. If it was, the sample is thrown away and launched again behind a longer spin; after `TRIES` the last one
-    counts (its interval then holds some of the host's time, and the host time beside it says so).
-
-    Args:
-        launch: launches the sample; called once a try.
-        host_s: about how long that takes the host, in seconds.
-    """
-    for attempt in range(TRIES):
-        reached = torch.cuda.Event()
-        seconds = min(max(host_s * 1.5 * 2**attempt, 5e-4), 0.5)
-        torch.cuda._sleep(int(seconds * SPIN_HZ))
-        reached.record()
-        result = launch()
-        if not reached.query():
-            break
-        torch.cuda.synchronize()
-    return result
+KEEPS_AHEAD = 0.8
+"""Below this share of the GPU's time for a call, the host needs no help to keep ahead."""
 
 
-def device_ms(call: Callable[[], Any], calls: int, host_s: float, between: Callable[[], Any] | None = None) -> float:
-    """Milliseconds of one call on the GPU, from `calls` calls that the host launched ahead.
+@dataclass
+class Pace:
+    """How long one call takes, in milliseconds: the host to launch it from an idle device, and the GPU to run it."""
+
+    host_ms: float
+    gpu_ms: float
+
+    def calls(self, ms: float, most: int) -> int:
+        """How many calls fill so many milliseconds: at least one."""
+        return max(1, min(most, math.ceil(ms / max(self.host_ms, self.gpu_ms, 1e-6))))
+
+
+def event() -> Any:
+    """A CUDA event, recorded now."""
+    made = torch.cuda.Event(enable_timing=True)
+    made.record()
+    return made
+
+
+def back_to_back(
+    call: Callable[[], Any],
+    calls: int,
+    lead: int,
+    pace: Pace,
+    between: Callable[[], Any] | None = None,
+    begin: Callable[[], Any] = lambda: None,
+) -> list[Pair]:
+    """Launch `lead` calls that do not count and `calls` that do; waits for nothing.
+
+    Whether the host kept ahead is checked: the event before a call must not have been reached when the call is
+    launched whole. If it was, all of it is launched again behind a spinning kernel, then behind a longer one; after
+    `TRIES` the last one counts (it then holds some of the host's time, and the host time beside it says so).
 
     Args:
         call: makes the call.
-        calls: how often.
-        host_s: host time to launch one call, in seconds.
-        between: launched before each call and not timed (it flushes the L2 cache). Then each call has two events of
-            its own, which cost about a microsecond; without it there are two in all.
+        calls: how many are timed.
+        lead: how many go before.
+        pace: what a call takes.
+        between: launched before each timed call and not timed (it flushes the L2 cache).
+        begin: called when the lead has been launched.
+
+    Returns:
+        The events around each timed call. A call's last event is the next one's first, unless there is a `between`.
     """
-
-    def event() -> Any:
-        made = torch.cuda.Event(enable_timing=True)
-        made.record()
-        return made
-
-    def back_to_back() -> list[tuple[Any, Any]]:
-        first = event()
-        for _ in range(calls):
+    pairs: list[Pair] = []
+    for attempt in range(TRIES):
+        for _ in range(lead):
             call()
-        return [(first, event())]
-
-    def one_by_one() -> list[tuple[Any, Any]]:
-        pairs = []
+        if attempt or pace.host_ms > KEEPS_AHEAD * pace.gpu_ms:
+            seconds = min(max(pace.host_ms * 1e-3 * calls * 1.5 * 2**attempt, 5e-4), 0.5)
+            torch.cuda._sleep(int(seconds * SPIN_HZ))
+        begin()
+        pairs, late = [], False
         for _ in range(calls):
-            assert between is not None
-            between()
-            first = event()
+            if between is not None:
+                between()
+            first = pairs[-1][1] if pairs and between is None else event()
             call()
+            late = late or bool(first.query())
             pairs.append((first, event()))
-        return pairs
+        if not late:
+            break
+    return pairs
 
-    pairs = ahead(back_to_back if between is None else one_by_one, calls * host_s)
-    torch.cuda.synchronize()
-    return float(sum(first.elapsed_time(last) for first, last in pairs)) / calls
+
+def mean_ms(pairs: list[Pair]) -> float:
+    """Mean of the times between two events; waits for the last."""
+    pairs[-1][1].synchronize()
+    return float(sum(first.elapsed_time(last) for first, last in pairs)) / len(pairs)
 
 
 def l2_flush(device: torch.device) -> Callable[[], Any]:

@@ -21,24 +21,46 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.measure.dispatch import Sizes
-from lowprec_callback.measure.gpu_clock import ahead, cut_calls, device_ms, l2_flush
+from lowprec_callback.measure.gpu_clock import Pace, Pair, back_to_back, cut_calls, event, l2_flush, mean_ms
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Mode, Role
 
-SAMPLES_PER_VISIT = 3
-SAMPLE_MS = 4.0
-"""Calls are repeated until a sample is about this long, so that an event's own cost (about 1 us) does not show."""
+SAMPLE_MS = 20.0
+"""A sample is the mean over calls that take about this long. Within it calls differ by less than one sample from the
+next (on an H200 0.5% against 1.5%), so longer samples would add little, and more of them do."""
+LEAD_MS = 20.0
+"""The same work, untimed, before a sample (see `gpu_clock`)."""
+SHORT_LEAD_MS = 5.0
+"""The same where work alike has just been running."""
 MAX_CALLS = 16
-"""Calls in one sample: a layer's forward and backward is some 25 launches, and the launch queue holds 1024."""
+"""Calls in one sample that the host has to launch ahead: a layer's forward and backward is some 40 launches, events
+included, and the launch queue holds 1024."""
+CHUNK_MS = 1.0
+"""Short GEMMs are repeated between two events until they take this long, so that an event's own cost of about a
+microsecond does not show."""
+MAX_REPEATS = 50
+LAUNCHES = 400
+"""GEMMs in one sample at most, for the launch queue's sake."""
 WARM_UPS = 2
+
+Reader = Callable[[], None]
+"""Reads a sample that was launched, once the GPU has run it."""
+
+
+class Bench(Protocol):
+    """Times one layer of one shape under one recipe."""
+
+    def visit(self) -> Reader:
+        """Take one sample of each role in each mode; on a GPU only launch it."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +118,24 @@ class LayerBench:
         self._flush = l2_flush(engine.device) if conditions.cold_l2 else None
         self._marks: list[tuple[str, Any]] = []
         self._count = 0
-
-    def run(self) -> None:
-        """Warm up, settle the number of calls, then sample."""
-        window = self._conditions.accumulate
-        for _ in range(max(WARM_UPS, window)):
+        for _ in range(max(WARM_UPS, conditions.accumulate)):
             self._call()
-        host, wall = _clock(self._call, self._engine.device)
-        calls = max(1, min(MAX_CALLS, int(SAMPLE_MS / 1e3 / max(wall, 1e-6))))
-        # Whole accumulation windows only, so that the weight's quantization has its true share.
-        calls = -(-calls // window) * window
-        self._samples.calls = max(self._samples.calls, calls)
-        if "autocast" in self._conditions.modes:
-            for _ in range(SAMPLES_PER_VISIT):
-                self._autocast_sample(calls, host)
-        if "kernel" in self._conditions.modes:
-            with self._engine.watch(lambda: None, replay=self._kernel_samples):
+        self._pace = _pace(self._call, engine.device)
+        self._paces: dict[Role, Pace] = {}
+        self._replayed: list[tuple[Role, int, list[Pair]]] = []
+        if "kernel" in conditions.modes:
+            with engine.watch(lambda: None, replay=self._learn_pace):
                 self._call()
-        torch.cuda.synchronize(self._engine.device)
+        self._marks = []
+
+    def visit(self) -> Reader:
+        """Launch one sample in each mode."""
+        readers: list[Reader] = []
+        if "autocast" in self._conditions.modes:
+            readers.append(self._autocast_sample())
+        if "kernel" in self._conditions.modes:
+            readers.append(self._kernel_sample())
+        return partial(_read_all, readers)
 
     def _call(self) -> None:
         self._x.grad = None
@@ -133,9 +155,7 @@ class LayerBench:
         self._mark("end")
 
     def _mark(self, what: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append((what, event))
+        self._marks.append((what, event()))
 
     @contextmanager
     def _around(self, _scope: Scope | None, role: Role, _sizes: Sizes) -> Iterator[None]:
@@ -143,37 +163,91 @@ class LayerBench:
         yield
         self._mark(f">{role}")
 
-    def _autocast_sample(self, calls: int, host_s: float) -> None:
-        def launch() -> float:
-            self._marks = []
-            begin = time.perf_counter()
-            for _ in range(calls):
-                self._call()
-            return (time.perf_counter() - begin) * 1e3 / calls
-
+    def _autocast_sample(self) -> Reader:
+        window = self._conditions.accumulate
+        # Whole accumulation windows only, so that the weight's quantization has its true share.
+        self._count = 0
+        calls = _whole(self._pace.calls(SAMPLE_MS, MAX_CALLS), window)
+        lead = _whole(self._pace.calls(LEAD_MS, MAX_CALLS), window)
         with self._engine.watch(lambda: None, around=self._around):
-            host_ms = ahead(launch, calls * host_s)
-        torch.cuda.synchronize(self._engine.device)
-        sums: dict[Role, float] = defaultdict(float)
-        gemm: dict[Role, float] = defaultdict(float)
-        for role, whole, alone in cut_calls(self._marks):
-            sums[role] += whole
-            gemm[role] += alone
-        self._marks = []
-        for role, value in sums.items():
-            self._samples.times[role, "autocast"].append(value / calls)
-            self._samples.quantize[role].append((value - gemm[role]) / calls)
-            # The host launches a layer as a whole; a third each is as fair as any split.
-            self._samples.host[role, "autocast"] = host_ms / len(ROLES)
+            pairs = back_to_back(self._call, calls, lead, self._pace, begin=self._forget_marks)
+        marks, self._marks = self._marks, []
+        self._samples.calls = max(self._samples.calls, calls)
 
-    def _kernel_samples(self, role: Role, again: Callable[[], Any]) -> None:
-        """Replay one GEMM call where it stands, inside the layer's own forward or backward."""
+        def read() -> None:
+            whole = mean_ms(pairs)
+            sums: dict[Role, float] = defaultdict(float)
+            gemm: dict[Role, float] = defaultdict(float)
+            for role, took, alone in cut_calls(marks):
+                sums[role] += took
+                gemm[role] += alone
+            for role, value in sums.items():
+                self._samples.times[role, "autocast"].append(value / calls)
+                self._samples.quantize[role].append((value - gemm[role]) / calls)
+                # The host launches a layer as a whole; a third each is as fair as any split.
+                self._samples.host[role, "autocast"] = self._pace.host_ms / len(ROLES)
+            self._pace.gpu_ms = whole
+
+        return read
+
+    def _forget_marks(self) -> None:
+        self._marks = []
+
+    def _learn_pace(self, role: Role, again: Callable[[], Any]) -> None:
         again()
-        host, wall = _clock(again, self._engine.device)
-        calls = max(1, min(50, int(SAMPLE_MS / 1e3 / max(wall, 1e-6))))
-        for _ in range(SAMPLES_PER_VISIT):
-            self._samples.times[role, "kernel"].append(device_ms(again, calls, host, self._flush))
-        self._samples.host[role, "kernel"] = host * 1e3
+        self._paces[role] = _pace(again, self._engine.device)
+
+    def _kernel_sample(self) -> Reader:
+        self._replayed = []
+        with self._engine.watch(lambda: None, replay=self._replay):
+            self._call()
+        replayed, self._marks = self._replayed, []
+
+        def read() -> None:
+            for role, repeats, pairs in replayed:
+                pace = self._paces[role]
+                pace.gpu_ms = mean_ms(pairs) / repeats
+                self._samples.times[role, "kernel"].append(pace.gpu_ms)
+                self._samples.host[role, "kernel"] = pace.host_ms
+
+        return read
+
+    def _replay(self, role: Role, again: Callable[[], Any]) -> None:
+        """Replay one GEMM call where it stands, inside the layer's own forward or backward."""
+        lead = SHORT_LEAD_MS if self._replayed else LEAD_MS
+        self._replayed.append((role, *_replay(again, self._paces[role], lead, self._flush)))
+
+
+def _replay(
+    call: Callable[[], Any], pace: Pace, lead_ms: float, flush: Callable[[], Any] | None
+) -> tuple[int, list[Pair]]:
+    """(calls between two events, the events) of one sample of a single GEMM."""
+    repeats = 1 if flush is not None else max(1, min(MAX_REPEATS, int(CHUNK_MS / max(pace.gpu_ms, 1e-6))))
+
+    def chunk() -> None:
+        for _ in range(repeats):
+            call()
+
+    of_chunk = Pace(pace.host_ms * repeats, pace.gpu_ms * repeats)
+    most = max(1, LAUNCHES // repeats)
+    calls, lead = of_chunk.calls(SAMPLE_MS, most), of_chunk.calls(lead_ms, most)
+    return repeats, back_to_back(chunk, calls, lead, of_chunk, flush)
+
+
+def _read_all(readers: list[Reader]) -> None:
+    for read in readers:
+        read()
+
+
+def _whole(calls: int, window: int) -> int:
+    """So many calls, rounded up to whole accumulation windows."""
+    return -(-calls // window) * window
+
+
+def _pace(call: Callable[[], Any], device: torch.device) -> Pace:
+    """What a call takes, from an idle device; the GPU's time is at most the wall time."""
+    clocked = [_clock(call, device) for _ in range(3)]
+    return Pace(min(host for host, _ in clocked) * 1e3, min(wall for _, wall in clocked) * 1e3)
 
 
 class PlainBench:
@@ -193,9 +267,10 @@ class PlainBench:
         self._w = torch.randn(shape.n, shape.k, device=device, dtype=dtype) * shape.k**-0.5
         self._b = torch.zeros(shape.n, device=device, dtype=dtype) if shape.bias else None
         self._flush = l2_flush(device) if conditions.cold_l2 and device.type == "cuda" else None
+        self._paces: dict[tuple[Role, Mode], Pace] = {}
 
-    def run(self) -> None:
-        """Sample each role."""
+    def visit(self) -> Reader:
+        """Take (on a GPU: launch) one sample of each role in each mode."""
         low = self._low()
         x, w = self._x.to(low), self._w.to(low)
         dy = (torch.randn(self._shape.m, self._shape.n, device=x.device) * 1e-3).to(low)
@@ -214,10 +289,13 @@ class PlainBench:
             ("dgrad", "kernel"): lambda: torch.mm(dy, w),
             ("wgrad", "kernel"): lambda: torch.mm(dy.t(), x),
         }
+        readers: list[Reader] = []
         with torch.no_grad():
             for key, call in work.items():
                 if key[1] in self._conditions.modes:
-                    self._sample(key, call)
+                    sample = self._launch if x.device.type == "cuda" else self._take
+                    readers.append(sample(key, call, SHORT_LEAD_MS if readers else LEAD_MS))
+        return partial(_read_all, readers)
 
     def _region(self) -> AbstractContextManager[Any]:
         return self._engine.region(self._card) if self._shape.quantizable else nullcontext()
@@ -227,19 +305,30 @@ class PlainBench:
         with torch.no_grad(), self._region():
             return nn.functional.linear(self._x[:1], self._w).dtype
 
-    def _sample(self, key: tuple[Role, Mode], call: Callable[[], Any]) -> None:
+    def _launch(self, key: tuple[Role, Mode], call: Callable[[], Any], lead_ms: float) -> Reader:
+        if key not in self._paces:
+            call()
+            self._paces[key] = _pace(call, self._engine.device)
+        pace = self._paces[key]
+        repeats, pairs = _replay(call, pace, lead_ms, self._flush)
+
+        def read() -> None:
+            pace.gpu_ms = mean_ms(pairs) / repeats
+            self._samples.times[key].append(pace.gpu_ms)
+            self._samples.host[key] = pace.host_ms
+            self._samples.calls = max(self._samples.calls, repeats * len(pairs))
+
+        return read
+
+    def _take(self, key: tuple[Role, Mode], call: Callable[[], Any], _lead_ms: float) -> Reader:
+        """On a CPU: the host does the work, at once."""
         device = self._engine.device
         call()
-        host, wall = _clock(call, device)
-        calls = max(1, min(200, int(SAMPLE_MS / 1e3 / max(wall, 1e-7))))
-        for _ in range(SAMPLES_PER_VISIT):
-            if device.type == "cuda":
-                self._samples.times[key].append(device_ms(call, calls, host, self._flush))
-            else:
-                self._samples.times[key].append(_clock(call, device, calls)[1] * 1e3 / calls)
-        if device.type == "cuda":
-            self._samples.host[key] = host * 1e3
+        calls = _pace(call, device).calls(SAMPLE_MS, MAX_REPEATS)
+        ms = _clock(call, device, calls)[1] * 1e3 / calls
+        self._samples.times[key].append(ms)
         self._samples.calls = max(self._samples.calls, calls)
+        return lambda: None
 
 
 def _clock(call: Callable[[], Any], device: torch.device, calls: int = 1) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
 from lowprec_callback.measure import gemms, gpu_clock, layer_bench
 from lowprec_callback.measure.gemms import Course, Sampling, benchmark, half_width, shapes_of
-from lowprec_callback.measure.gpu_clock import TRIES, ahead, cut_calls, device_ms
+from lowprec_callback.measure.gpu_clock import TRIES, Pace, back_to_back, cut_calls, mean_ms
 from lowprec_callback.measure.layer_bench import Conditions, LayerBench, Samples, Shape
 from lowprec_callback.recipes import RecipeCard, load_cards
 from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Role
@@ -111,6 +111,9 @@ class Gpu:
                 """Whether the spin is over: the host was too slow."""
                 return (len(gpu.spins) - 1) % TRIES < gpu.ahead_at
 
+            def synchronize(self) -> None:
+                gpu.waits += 1
+
         def wait(*_: Any) -> None:
             gpu.waits += 1
 
@@ -119,30 +122,45 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "synchronize", wait)
 
 
+def take(gpu: Gpu, ms: float, pace: Pace, **options: Any) -> list[Any]:
+    def call() -> None:
+        gpu.now += ms
+
+    return back_to_back(call, options.pop("calls", 3), options.pop("lead", 2), pace, **options)
+
+
 @pytest.mark.parametrize("late", range(TRIES + 1))
 def test_a_sample_that_the_host_launched_too_late_is_launched_again(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
     gpu = Gpu(monkeypatch, ahead_at=late)
-    launches = iter(range(99))
+    begun: list[float] = []
+    pairs = take(gpu, 2.5, Pace(host_ms=1.0, gpu_ms=1.0), begin=lambda: begun.append(gpu.now))
     tries = min(late + 1, TRIES)
-    assert ahead(lambda: next(launches), host_s=0.001) == tries - 1
-    assert gpu.spins == [int(0.001 * 1.5 * 2**attempt * gpu_clock.SPIN_HZ) for attempt in range(tries)]
-    assert gpu.waits == min(late, TRIES)
+    assert len(begun) == tries
+    assert gpu.spins == [int(0.003 * 1.5 * 2**attempt * gpu_clock.SPIN_HZ) for attempt in range(tries)]
+    assert [(first.at, last.at) for first, last in pairs] == [
+        (begun[-1] + 2.5 * i, begun[-1] + 2.5 * (i + 1)) for i in range(3)
+    ]
+
+
+def test_a_host_that_keeps_ahead_needs_no_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    take(gpu, 2.5, Pace(host_ms=0.7, gpu_ms=1.0))
+    assert gpu.spins == []
 
 
 def test_a_spin_is_neither_too_short_nor_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    ahead(lambda: None, host_s=0.0)
-    ahead(lambda: None, host_s=1e3)
+    take(gpu, 1.0, Pace(host_ms=1e-9, gpu_ms=0.0))
+    take(gpu, 1.0, Pace(host_ms=1e6, gpu_ms=0.0))
     assert gpu.spins == [int(5e-4 * gpu_clock.SPIN_HZ), int(0.5 * gpu_clock.SPIN_HZ)]
 
 
-def test_the_time_of_a_call_is_the_mean_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lead_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-
-    def call() -> None:
-        gpu.now += 2.5
-
-    assert device_ms(call, 7, 1e-4) == 2.5
+    pairs = take(gpu, 2.5, Pace(0.1, 1.0), calls=7, lead=4)
+    assert pairs[0][0].at == 10.0
+    assert mean_ms(pairs) == 2.5
+    assert gpu.waits == 1  # mean_ms waits, launching does not
 
 
 def test_what_happens_between_calls_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +174,24 @@ def test_what_happens_between_calls_is_not_timed(monkeypatch: pytest.MonkeyPatch
 
         return run
 
-    assert device_ms(pass_("call", 2.5), 3, 1e-4, between=pass_("flush", 100.0)) == 2.5
-    assert order == ["flush", "call"] * 3
+    pairs = back_to_back(pass_("call", 2.5), 3, 1, Pace(0.1, 1.0), between=pass_("flush", 100.0))
+    assert mean_ms(pairs) == 2.5
+    assert order == ["call", *["flush", "call"] * 3]
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.integers(1, 50))
+def test_calls_fill_the_time_unless_there_are_too_many(host: float, gpu: float, ms: float, most: int) -> None:
+    calls = Pace(host, gpu).calls(ms, most)
+    assert 1 <= calls <= most
+    longer = max(host, gpu)
+    assert calls == most or calls * longer >= ms * 0.999999
+    assert calls == 1 or (calls - 1) * longer < ms * 1.000001
 
 
 # -- a layer of Transformer Engine ---------------------------------------------------------------------------------
 
 GEMM_MS, QUANTIZE_MS = 3.0, 1.0
+VISITS = 2
 
 
 @pytest.fixture
@@ -203,7 +232,9 @@ def layer_samples(fake: fake_te.Fake, card: RecipeCard, conditions: Conditions) 
 
     fake.te.Linear = make
     samples = Samples()
-    LayerBench(engine, card, Shape(32, 16, 8, False, "Linear", True), samples, conditions).run()
+    bench = LayerBench(engine, card, Shape(32, 16, 8, False, "Linear", True), samples, conditions)
+    for _ in range(VISITS):
+        bench.visit()()
     (layer,) = layers
     return samples, layer
 
@@ -223,9 +254,9 @@ def test_each_role_carries_the_quantization_that_it_needs_first(fake: fake_te.Fa
         "dgrad": {QUANTIZE_MS},
         "wgrad": {0.0},
     }
-    assert {len(values) for values in samples.times.values()} == {layer_bench.SAMPLES_PER_VISIT}
+    assert {len(values) for values in samples.times.values()} == {VISITS}
     assert samples.host.keys() == {(role, mode) for role in ROLES for mode in MODES}
-    assert samples.calls == 2  # of two milliseconds each, for a sample of four
+    assert samples.calls == 10  # of two milliseconds each by the host's first clock, for a sample of twenty
     assert samples.failure is None
 
 
@@ -243,8 +274,11 @@ def test_one_mode_alone(fake: fake_te.Fake, gpu: Gpu, mode: Any) -> None:
 
 def test_accumulation_windows_are_whole(fake: fake_te.Fake, gpu: Gpu) -> None:
     samples, layer = layer_samples(fake, CARDS["fp8_current"], Conditions(modes=("autocast",), accumulate=3))
-    assert samples.calls == 3
-    assert layer.microbatches == [index % 3 == 0 for index in range(len(layer.microbatches))]
+    assert samples.calls == 12
+    firsts = [index for index, first in enumerate(layer.microbatches) if first]
+    # Warm-up and pacing end where they end; each sample begins a new window, and its lead is whole windows too.
+    sampled = layer.microbatches[-2 * VISITS * 12 :] if len(firsts) else []
+    assert sampled == [index % 3 == 0 for index in range(len(sampled))]
 
 
 def test_without_accumulation_the_layer_is_not_told_of_micro_batches(fake: fake_te.Fake, gpu: Gpu) -> None:
@@ -345,7 +379,7 @@ def test_one_row_for_each_recipe_role_mode_and_shape(short: None) -> None:
     assert len(facts) == len(expected)
     for fact in facts:
         assert fact.failure is None
-        assert len(fact.samples_ms) == Sampling().rounds * layer_bench.SAMPLES_PER_VISIT
+        assert len(fact.samples_ms) == Sampling().rounds
         assert all(sample > 0 for sample in fact.samples_ms)
         assert (fact.calls_per_sample, fact.family, fact.host_ms, fact.launch_bound) == (1, "nn.Linear", None, False)
         assert fact.quantize_ms == ()
@@ -376,15 +410,11 @@ def test_the_order_is_that_of_the_seed(short: None) -> None:
     first = visits(3)
     assert first == visits(3)
     assert first != visits(4)
-    assert [done for _, done, _ in first] == list(range(15))
-    assert {total for _, _, total in first} == {15}
-    rounds = [sorted(what for what, _, _ in first[start : start + 5]) for start in (0, 5, 10)]
-    assert (
-        rounds[0]
-        == rounds[1]
-        == rounds[2]
-        == sorted(["fp32 6x8x4", "bf16 6x8x4", "fp32 6x4x8", "bf16 6x4x8", "fp32 6x8x5"])
-    )
+    assert [done for _, done, _ in first] == list(range(30))
+    assert {total for _, _, total in first} == {30}
+    rounds = [sorted(what for what, _, _ in first[start : start + 5]) for start in range(0, 30, 5)]
+    everything = sorted(["fp32 6x8x4", "bf16 6x8x4", "fp32 6x4x8", "bf16 6x4x8", "fp32 6x8x5"])
+    assert rounds == [everything] * 6
 
 
 def test_random_numbers_are_left_alone(short: None) -> None:
@@ -409,16 +439,20 @@ class FakeBench:
         self.what = FakeBench.fails.get((card.name, shape.k), [])
         self.samples, self.conditions = samples, conditions
 
-    def run(self) -> None:
+    def visit(self) -> Callable[[], None]:
         FakeBench.visits += 1
         error = self.what.pop(0) if self.what else None
         if error is not None:
             raise error
-        for mode in self.conditions.modes:
-            for role in FakeBench.roles:
-                for _ in range(3):
-                    self.samples.times[role, mode].append(FakeBench.sample(FakeBench.visits))
-                self.samples.host[role, mode] = FakeBench.host
+        taken = FakeBench.sample(FakeBench.visits)
+
+        def read() -> None:
+            for mode in self.conditions.modes:
+                for role in FakeBench.roles:
+                    self.samples.times[role, mode].append(taken)
+                    self.samples.host[role, mode] = FakeBench.host
+
+        return read
 
 
 @pytest.fixture
@@ -443,14 +477,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
     ],
 )
 def test_a_shape_that_fails_keeps_its_rows_with_the_reason(bench: Any, error: Exception, reason: str) -> None:
-    bench.fails = {("bf16", 4): [None, error]}  # at its second visit
+    again = error if isinstance(error, torch.OutOfMemoryError) else None
+    bench.fails = {("bf16", 4): [None, error, again]}  # at its second visit
     facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
     failed = [fact for fact in facts if fact.failure is not None]
     assert {row(fact) for fact in failed} == {("bf16", role, mode, 6, 4, 8) for role in ROLES for mode in MODES}
     assert {fact.failure for fact in failed} == {reason}
     assert all(fact.samples_ms == () and not fact.launch_bound for fact in failed)
-    assert all(len(fact.samples_ms) == 9 for fact in facts if fact.failure is None)
-    assert bench.visits == 5 * 3 - 1  # it is not tried again
+    assert all(len(fact.samples_ms) == 6 for fact in facts if fact.failure is None)
+    tries = 3 if reason == "out of memory" else 2  # out of memory: once more, when the other layers have given way
+    assert bench.visits == 4 * 6 + tries
 
 
 def test_an_interrupt_is_no_failure_of_a_shape(bench: Any) -> None:
@@ -492,15 +528,15 @@ def test_sampling_stops_when_the_interval_is_narrow_enough(bench: Any) -> None:
     course = Course()
     sampling = Sampling(rounds=9, precision=0.01)
     list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
-    assert (course.stopped, course.rounds, course.widest) == ("precise", 2, 0.0)  # six samples make an interval
+    assert (course.stopped, course.rounds, course.widest) == ("precise", 6, 0.0)  # six samples make an interval
 
 
 def test_sampling_stops_after_its_rounds(bench: Any) -> None:
     bench.sample = staticmethod(lambda visit: 1.0 + visit % 7)
     course = Course()
-    sampling = Sampling(rounds=4, precision=0.001)
+    sampling = Sampling(rounds=7, precision=0.001)
     list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
-    assert (course.stopped, course.rounds) == ("rounds", 4)
+    assert (course.stopped, course.rounds) == ("rounds", 7)
     assert course.widest is not None
     assert course.widest > 0.001
 
@@ -514,17 +550,65 @@ def test_sampling_stops_when_time_is_up(bench: Any, monkeypatch: pytest.MonkeyPa
     assert (course.stopped, course.rounds, course.seconds) == ("budget", 2, 20.0)
 
 
-def test_layers_are_built_in_a_state_of_their_own(bench: Any) -> None:
-    class Stateful(PlainTorchEngine):
-        depth = 0
+def test_each_layer_has_a_state_of_its_own(bench: Any) -> None:
+    entered: dict[int, int] = {}
 
-        @contextmanager
-        def own_state(self) -> Iterator[None]:
-            Stateful.depth += 1
-            yield
+    class Stateful(PlainTorchEngine):
+        def own_state(self) -> Any:
+            number = len(entered)
+            entered[number] = 0
+
+            @contextmanager
+            def state() -> Iterator[None]:
+                entered[number] += 1
+                yield
+
+            class Again:
+                def __enter__(self) -> None:
+                    self.inside = state()
+                    self.inside.__enter__()
+
+                def __exit__(self, *_: object) -> None:
+                    self.inside.__exit__(None, None, None)
+
+            return Again()
 
     list(benchmark(Stateful(MODEL, CPU, ""), TWO, "fp32", SHAPES, seed=0))
-    assert Stateful.depth == bench.visits == 15
+    assert entered == dict.fromkeys(range(5), 6)
+
+
+def test_out_of_memory_the_other_layers_give_way_and_it_is_tried_again(bench: Any) -> None:
+    bench.fails = {("bf16", 4): [None, torch.OutOfMemoryError("full")]}
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    assert all(fact.failure is None and len(fact.samples_ms) == 6 for fact in facts)
+
+
+def test_a_sample_that_cannot_be_read_is_a_failure(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def visit(self: Any) -> Callable[[], None]:
+        def read() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        return read
+
+    monkeypatch.setattr(bench, "visit", visit)
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0))
+    assert {fact.failure for fact in facts} == {"RuntimeError: CUDA error: an illegal memory access"}
+
+
+@pytest.mark.parametrize(
+    ("course", "sampling", "rounds"),
+    [
+        (Course(), Sampling(rounds=6), 6),
+        (Course(rounds=4), Sampling(rounds=6), 2),
+        (Course(), Sampling(rounds=1000, precision=0.01), gemms.LEAST_ROUNDS),
+        (Course(rounds=12, seconds=6.0, widest=0.02), Sampling(rounds=1000, precision=0.01), 36),
+        (Course(rounds=12, seconds=6.0, widest=0.02), Sampling(rounds=1000, precision=0.01, budget_s=10.0), 8),
+        (Course(rounds=12, seconds=6.0, widest=0.02), Sampling(rounds=15, precision=0.01), 3),
+        (Course(rounds=12, seconds=60.0), Sampling(rounds=1000, precision=0.01, budget_s=10.0), 1),
+    ],
+)
+def test_how_many_rounds_are_left(course: Course, sampling: Sampling, rounds: int) -> None:
+    assert gemms._rounds_to_go(course, sampling) == rounds
 
 
 # -- the interval of a median ----------------------------------------------------------------------------------------
