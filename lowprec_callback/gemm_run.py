@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 import lowprec_callback
 from lowprec_callback import gemm_output, recording
 from lowprec_callback.analyze.alignment import check_alignment
+from lowprec_callback.analyze.gemms import clocks_of
 from lowprec_callback.engines import te_tutorial
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
@@ -211,7 +213,7 @@ def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: lis
     """The page on standard output, and the files that were asked for."""
     made = gemm_output.tables(facts)
     place = facts.last(Environment)
-    remarks = [*gemm_output.rates(facts, made), *_overcount(plan), *misfits]
+    remarks = [*_clock(facts), *gemm_output.rates(facts, made), *_overcount(plan), *misfits]
     remarks += [f"{problem.where}: {problem.message}" for problem in facts.of(Problem)]
     remarks += [f"{r.recipe} not run: {r.reason}" for r in facts.of(Refusal)] if not made else []
     remarks.append(f"Recording {folder / recording.FILE_NAME}")
@@ -223,6 +225,17 @@ def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: lis
     if plan.plot and (reason := gemm_output.write_plot(plan.plot, facts)):
         print(f"lowprec gemm: no plot: {reason}", file=sys.stderr)
     return 0 if any(time.samples_ms for time in facts.of(GemmTime)) else 1
+
+
+def _clock(facts: recording.Recording) -> list[str]:
+    """The clock that the times are given at."""
+    clocks = sorted(clocks_of(facts.of(GemmTime), "role-true"))
+    if not clocks:
+        return []
+    return [
+        f"role-true: times are given at an SM clock of {statistics.median(clocks):.0f} MHz, the median over all "
+        f"samples; they ran at {clocks[0]:.0f} to {clocks[-1]:.0f} MHz, each measured beside its sample"
+    ]
 
 
 def _overcount(plan: GemmPlan) -> list[str]:

@@ -2,6 +2,9 @@
 
     T(recipe, mode) = sum over GEMMs g of a step: calls_g x median(samples of g's shape, role, family)   [ms]
 
+A GPU at its power limit changes its clock from one sample to the next, so where clocks were measured beside the
+samples, all times are given at one clock, the median over all samples of the benchmark (`recording.GemmTime.at`).
+
 `mode` is kernel (operands already quantized) or autocast (with the quantization that training does). A GEMM
 that no recipe can reach (a plain `nn.Linear` beside Transformer Engine) runs the same in every recipe, so
 it enters every recipe's sum with the baseline's time. A sum with a missing term is missing, and names the
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lowprec_callback.analyze.provenance import lines_of
@@ -42,6 +46,12 @@ class GemmTotals:
 PLAIN = "nn.Linear"
 """The family of a linear layer outside Transformer Engine; the TE classes share one GEMM for each shape."""
 
+
+def clocks_of(times: Iterable[GemmTime], method: Method) -> list[float]:
+    """The SM clocks [MHz] of all samples of a method."""
+    return [mhz for time in times if time.method == method for mhz in time.clocks_mhz]
+
+
 Key = tuple[str, Role, int, int, int, Mode]
 
 
@@ -49,6 +59,9 @@ class Benchmark:
     """All `GemmTime` facts of a Recording, found by recipe, role, shape and mode."""
 
     def __init__(self, times: Sequence[tuple[int, GemmTime]], method: Method = "role-true") -> None:
+        clocks = clocks_of((time for _, time in times), method)
+        self.mhz = statistics.median(clocks) if clocks else None
+        """The clock that all times are given at: the median over all samples; None where clocks were not measured."""
         self._found: dict[Key, list[tuple[int, GemmTime]]] = {}
         self._figures: dict[tuple[Key, str], Figure] = {}
         for line, time in times:
@@ -86,10 +99,9 @@ class Benchmark:
         plain = gemm.family == PLAIN
         return [(line, time) for line, time in every if (time.family == PLAIN) == plain] or every
 
-    @staticmethod
-    def _figure(found: Sequence[tuple[int, GemmTime]], where: str, gemm: Gemm) -> Figure:
+    def _figure(self, found: Sequence[tuple[int, GemmTime]], where: str, gemm: Gemm) -> Figure:
         timed = [(line, time) for line, time in found if time.samples_ms and not time.failure]
-        samples = [sample for _, time in timed for sample in time.samples_ms if math.isfinite(sample)]
+        samples = [sample for _, time in timed for sample in time.at(self.mhz) if math.isfinite(sample)]
         if samples:
             estimate = median_interval({0: samples}, resamples=1000)
             return Figure(

@@ -17,7 +17,7 @@ import torch
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.measure.layer_bench import Bench, Conditions, LayerBench, PlainBench, Reader, Samples, Shape
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime
+from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Mode
 
 CONFIDENCE = 0.95
 
@@ -90,7 +90,7 @@ def benchmark(
     begin = time.perf_counter()
     done = 0
     while True:
-        left = [job for job in jobs if not _enough(results[job[0].name, job[1]], sampling)]
+        left = [job for job in jobs if _wanting(results[job[0].name, job[1]], sampling)]
         course.widest = _widest(results.values(), sampling)
         course.stopped = _why_stop(left, course, sampling)
         if course.stopped == "precise" and all(samples.failure for samples in results.values()):
@@ -100,7 +100,7 @@ def benchmark(
         total = done + len(left) * _rounds_to_go(course, sampling)
         for card, shape in order.sample(left, len(left)):
             progress(f"{card.name} {shape.m}x{shape.k}x{shape.n}", done, total)
-            benches.visit(card, shape)
+            benches.visit(card, shape, _wanting(results[card.name, shape], sampling))
             done += 1
         benches.read()
         course.rounds += 1
@@ -110,13 +110,16 @@ def benchmark(
         yield from _facts(card.name, shape, results[card.name, shape], sampling)
 
 
-def _enough(samples: Samples, sampling: Sampling) -> bool:
+def _wanting(samples: Samples, sampling: Sampling) -> list[Mode]:
+    """The modes in which another sample is wanted."""
     if samples.failure is not None:
-        return True
-    if sampling.precision is None:
-        return False
-    width = _width(samples, sampling)
-    return width is not None and width <= sampling.precision
+        return []
+    return [mode for mode in sampling.conditions.modes if not _precise(samples, mode, sampling.precision)]
+
+
+def _precise(samples: Samples, mode: Mode, precision: float | None) -> bool:
+    width = half_width(samples.totals(mode))
+    return precision is not None and width is not None and width <= precision
 
 
 def _width(samples: Samples, sampling: Sampling) -> float | None:
@@ -188,19 +191,19 @@ class Benches:
         self._kept: dict[Job, tuple[AbstractContextManager[None], Bench]] = {}
         self._unread: tuple[Job, Reader] | None = None
 
-    def visit(self, card: RecipeCard, shape: Shape) -> None:
-        """One sample of a pair in each mode, launched; the visit before is read while the GPU works.
+    def visit(self, card: RecipeCard, shape: Shape, modes: list[Mode]) -> None:
+        """One sample of a pair in each of the modes, launched; the visit before is read while the GPU works.
 
         A failure becomes the pair's reason. Out of memory, the other layers give way first.
         """
         job = (card.name, shape)
         reader = None
         try:
-            reader = self._launch(card, shape)
+            reader = self._launch(card, shape, modes)
         except torch.OutOfMemoryError:
             self._give_way()
             try:
-                reader = self._launch(card, shape)
+                reader = self._launch(card, shape, modes)
             except torch.OutOfMemoryError:
                 self._fail(job, "out of memory")
             except Exception as error:
@@ -229,7 +232,7 @@ class Benches:
         self.read()
         self._kept.clear()
 
-    def _launch(self, card: RecipeCard, shape: Shape) -> Reader:
+    def _launch(self, card: RecipeCard, shape: Shape, modes: list[Mode]) -> Reader:
         job = (card.name, shape)
         state, bench = self._kept.get(job, (None, None))
         state = state or self._engine.own_state()
@@ -240,7 +243,7 @@ class Benches:
                 make = PlainBench if plain else LayerBench
                 bench = make(self._engine, card, shape, self._results[job], self._conditions)
                 self._kept[job] = (state, bench)
-            return bench.visit()
+            return bench.visit(modes)
 
     def _fail(self, job: Job, reason: str) -> None:
         self._results[job].failure = reason
@@ -283,6 +286,7 @@ def _facts(recipe: str, shape: Shape, samples: Samples, sampling: Sampling) -> I
                 n=shape.n,
                 mode=mode,
                 samples_ms=() if failure else tuple(times),
+                clocks_mhz=() if failure else tuple(samples.clocks.get((role, mode), ())),
                 calls_per_sample=samples.calls,
                 host_ms=host,
                 launch_bound=late,

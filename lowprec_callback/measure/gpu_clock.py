@@ -1,10 +1,13 @@
-"""Timing work on the GPU without the host in it, and at the clock that the work itself settles to.
+"""Timing work on the GPU without the host in it, and with the clock that it ran at beside it.
 
 Two things spoil a sample. CUDA events around a call hold whatever the GPU waited for, and a small GEMM waits for the
-host. And a GPU at its power limit picks its clock by what it ran in the last tens of milliseconds: after a pause, or
-after work that draws less, the same GEMM runs faster than it does in training (on an H200 by 2 to 5% in the first 30
-ms, with no trend after 60 ms). So every sample is led by the same work, untimed, and where the host cannot keep ahead
-of the GPU by itself, a spinning kernel holds the GPU until the host has launched the whole sample.
+host. So every sample is led by the same work, untimed, and where the host cannot keep ahead of the GPU by itself, large
+matrix products hold the GPU until the host has launched the whole sample. (A spinning kernel would hold it as well,
+but draws so little power that the clock rises, and the sample begins at a clock that it cannot keep.)
+
+And a GPU at its power limit changes its clock all the time, by what it ran in the last tenth of a second and by
+itself: on an H200 the same GEMM's time wanders by 5% from one moment to the next. So each sample brings the SM clock
+that it ran at, measured on the GPU: a kernel that spins for a known number of cycles, timed before and after.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +28,14 @@ Pair = tuple[Any, Any]
 TRIES = 4
 """Launches of one sample until the host kept ahead of the GPU."""
 
-SPIN_HZ = 2.0e9
-"""Cycles a second of the spinning kernel; a faster clock only makes it spin a little shorter."""
+HOLD_SIZE = 4096
+"""M = K = N of the products that hold the GPU: some 0.2 ms each on an H200, for a few microseconds of the host."""
+
+MOST_HOLDS = 500
+"""Of these in one sample, for the launch queue's sake."""
+
+PROBE_CYCLES = 300_000
+"""Cycles that a clock probe spins for: about 0.2 ms, against an event's resolution of half a microsecond."""
 
 KEEPS_AHEAD = 0.8
 """Below this share of the GPU's time for a call, the host needs no help to keep ahead."""
@@ -39,8 +49,8 @@ class Pace:
     gpu_ms: float
 
     def calls(self, ms: float, most: int) -> int:
-        """How many calls fill so many milliseconds: at least one."""
-        return max(1, min(most, math.ceil(ms / max(self.host_ms, self.gpu_ms, 1e-6))))
+        """How many calls come nearest to so many milliseconds: at least one."""
+        return max(1, min(most, round(ms / max(self.host_ms, self.gpu_ms, 1e-6))))
 
 
 def event() -> Any:
@@ -50,6 +60,27 @@ def event() -> Any:
     return made
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A sample under way."""
+
+    pairs: list[Pair]
+    """The events around each timed call. A call's last event is the next one's first, unless something was between."""
+    probes: tuple[Pair, Pair]
+    """The events around the clock probes before and after all of them."""
+
+    def ms(self) -> float:
+        """Mean time of a call; waits for the last."""
+        self.probes[1][1].synchronize()
+        return float(sum(first.elapsed_time(last) for first, last in self.pairs)) / len(self.pairs)
+
+    def mhz(self) -> float:
+        """The SM clock, mean of before and after [MHz]."""
+        self.probes[1][1].synchronize()
+        before, after = (PROBE_CYCLES / (first.elapsed_time(last) * 1e3) for first, last in self.probes)
+        return float(before + after) / 2
+
+
 def back_to_back(
     call: Callable[[], Any],
     calls: int,
@@ -57,11 +88,11 @@ def back_to_back(
     pace: Pace,
     between: Callable[[], Any] | None = None,
     begin: Callable[[], Any] = lambda: None,
-) -> list[Pair]:
+) -> Launched:
     """Launch `lead` calls that do not count and `calls` that do; waits for nothing.
 
     Whether the host kept ahead is checked: the event before a call must not have been reached when the call is
-    launched whole. If it was, all of it is launched again behind a spinning kernel, then behind a longer one; after
+    launched whole. If it was, all of it is launched again while the GPU is held, then while it is held longer; after
     `TRIES` the last one counts (it then holds some of the host's time, and the host time beside it says so).
 
     Args:
@@ -71,19 +102,16 @@ def back_to_back(
         pace: what a call takes.
         between: launched before each timed call and not timed (it flushes the L2 cache).
         begin: called when the lead has been launched.
-
-    Returns:
-        The events around each timed call. A call's last event is the next one's first, unless there is a `between`.
     """
-    pairs: list[Pair] = []
     for attempt in range(TRIES):
         for _ in range(lead):
             call()
         if attempt or pace.host_ms > KEEPS_AHEAD * pace.gpu_ms:
-            seconds = min(max(pace.host_ms * 1e-3 * calls * 1.5 * 2**attempt, 5e-4), 0.5)
-            torch.cuda._sleep(int(seconds * SPIN_HZ))
+            hold(pace.host_ms * calls * 1.5 * 2**attempt)
         begin()
-        pairs, late = [], False
+        before = _probe()
+        pairs: list[Pair] = []
+        late = False
         for _ in range(calls):
             if between is not None:
                 between()
@@ -91,15 +119,38 @@ def back_to_back(
             call()
             late = late or bool(first.query())
             pairs.append((first, event()))
+        made = Launched(pairs, (before, _probe()))
         if not late:
             break
-    return pairs
+    return made
 
 
-def mean_ms(pairs: list[Pair]) -> float:
-    """Mean of the times between two events; waits for the last."""
-    pairs[-1][1].synchronize()
-    return float(sum(first.elapsed_time(last) for first, last in pairs)) / len(pairs)
+def hold(ms: float) -> None:
+    """Keep the GPU busy, at full power, for about so many milliseconds."""
+    a, each_ms = _holder(torch.cuda.current_device())
+    for _ in range(max(1, min(MOST_HOLDS, math.ceil(ms / each_ms)))):
+        torch.mm(a, a)
+
+
+@cache
+def _holder(device: int) -> tuple[torch.Tensor, float]:
+    """(a matrix to multiply by itself, milliseconds that this takes)."""
+    with torch.random.fork_rng(devices=[device]):
+        a = torch.randn(HOLD_SIZE, HOLD_SIZE, device=f"cuda:{device}", dtype=torch.bfloat16)
+    for _ in range(3):
+        torch.mm(a, a)
+    first = event()
+    for _ in range(10):
+        torch.mm(a, a)
+    last = event()
+    last.synchronize()
+    return a, max(float(first.elapsed_time(last)) / 10, 1e-3)
+
+
+def _probe() -> Pair:
+    first = event()
+    torch.cuda._sleep(PROBE_CYCLES)
+    return first, event()
 
 
 def l2_flush(device: torch.device) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,17 +29,16 @@ from torch import nn
 
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.measure.dispatch import Sizes
-from lowprec_callback.measure.gpu_clock import Pace, Pair, back_to_back, cut_calls, event, l2_flush, mean_ms
+from lowprec_callback.measure.gpu_clock import Launched, Pace, back_to_back, cut_calls, event, l2_flush
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Mode, Role
 
-SAMPLE_MS = 20.0
-"""A sample is the mean over calls that take about this long. Within it calls differ by less than one sample from the
-next (on an H200 0.5% against 1.5%), so longer samples would add little, and more of them do."""
-LEAD_MS = 20.0
+SAMPLE_MS = 10.0
+"""A sample is the mean over calls that take about this long."""
+LEAD_MS = 5.0
 """The same work, untimed, before a sample (see `gpu_clock`)."""
-SHORT_LEAD_MS = 5.0
+SHORT_LEAD_MS = 1.0
 """The same where work alike has just been running."""
 MAX_CALLS = 16
 """Calls in one sample that the host has to launch ahead: a layer's forward and backward is some 40 launches, events
@@ -59,8 +58,8 @@ Reader = Callable[[], None]
 class Bench(Protocol):
     """Times one layer of one shape under one recipe."""
 
-    def visit(self) -> Reader:
-        """Take one sample of each role in each mode; on a GPU only launch it."""
+    def visit(self, modes: Collection[Mode]) -> Reader:
+        """Take one sample of each role in each of the modes; on a GPU only launch it."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,22 @@ class Samples:
 
     times: dict[tuple[Role, Mode], list[float]] = field(default_factory=lambda: defaultdict(list))
     quantize: dict[Role, list[float]] = field(default_factory=lambda: defaultdict(list))
+    clocks: dict[tuple[Role, Mode], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """SM clock of each sample, MHz; none on a CPU."""
     host: dict[tuple[Role, Mode], float] = field(default_factory=dict)
     calls: int = 1
     failure: str | None = None
 
     def totals(self, mode: Mode) -> list[float]:
-        """The layer's three roles together, sample by sample; none if the call of one role was never seen."""
-        return [sum(parts) for parts in zip(*(self.times.get((role, mode), []) for role in ROLES), strict=False)]
+        """The layer's three roles together, sample by sample; none if the call of one role was never seen.
+
+        Milliseconds; on a GPU milliseconds x MHz, so that samples at different clocks can be compared.
+        """
+        return [sum(parts) for parts in zip(*(self._cycles(role, mode) for role in ROLES), strict=False)]
+
+    def _cycles(self, role: Role, mode: Mode) -> list[float]:
+        times, clocks = self.times.get((role, mode), []), self.clocks.get((role, mode), [])
+        return [ms * mhz for ms, mhz in zip(times, clocks, strict=True)] if clocks else times
 
 
 class LayerBench:
@@ -122,18 +130,18 @@ class LayerBench:
             self._call()
         self._pace = _pace(self._call, engine.device)
         self._paces: dict[Role, Pace] = {}
-        self._replayed: list[tuple[Role, int, list[Pair]]] = []
+        self._replayed: list[tuple[Role, int, Launched]] = []
         if "kernel" in conditions.modes:
             with engine.watch(lambda: None, replay=self._learn_pace):
                 self._call()
         self._marks = []
 
-    def visit(self) -> Reader:
-        """Launch one sample in each mode."""
+    def visit(self, modes: Collection[Mode]) -> Reader:
+        """Launch one sample in each of the modes."""
         readers: list[Reader] = []
-        if "autocast" in self._conditions.modes:
+        if "autocast" in modes:
             readers.append(self._autocast_sample())
-        if "kernel" in self._conditions.modes:
+        if "kernel" in modes:
             readers.append(self._kernel_sample())
         return partial(_read_all, readers)
 
@@ -170,12 +178,12 @@ class LayerBench:
         calls = _whole(self._pace.calls(SAMPLE_MS, MAX_CALLS), window)
         lead = _whole(self._pace.calls(LEAD_MS, MAX_CALLS), window)
         with self._engine.watch(lambda: None, around=self._around):
-            pairs = back_to_back(self._call, calls, lead, self._pace, begin=self._forget_marks)
+            launched = back_to_back(self._call, calls, lead, self._pace, begin=self._forget_marks)
         marks, self._marks = self._marks, []
         self._samples.calls = max(self._samples.calls, calls)
 
         def read() -> None:
-            whole = mean_ms(pairs)
+            self._pace.gpu_ms, mhz = launched.ms(), launched.mhz()
             sums: dict[Role, float] = defaultdict(float)
             gemm: dict[Role, float] = defaultdict(float)
             for role, took, alone in cut_calls(marks):
@@ -184,9 +192,9 @@ class LayerBench:
             for role, value in sums.items():
                 self._samples.times[role, "autocast"].append(value / calls)
                 self._samples.quantize[role].append((value - gemm[role]) / calls)
+                self._samples.clocks[role, "autocast"].append(mhz)
                 # The host launches a layer as a whole; a third each is as fair as any split.
                 self._samples.host[role, "autocast"] = self._pace.host_ms / len(ROLES)
-            self._pace.gpu_ms = whole
 
         return read
 
@@ -204,10 +212,11 @@ class LayerBench:
         replayed, self._marks = self._replayed, []
 
         def read() -> None:
-            for role, repeats, pairs in replayed:
+            for role, repeats, launched in replayed:
                 pace = self._paces[role]
-                pace.gpu_ms = mean_ms(pairs) / repeats
+                pace.gpu_ms = launched.ms() / repeats
                 self._samples.times[role, "kernel"].append(pace.gpu_ms)
+                self._samples.clocks[role, "kernel"].append(launched.mhz())
                 self._samples.host[role, "kernel"] = pace.host_ms
 
         return read
@@ -220,8 +229,8 @@ class LayerBench:
 
 def _replay(
     call: Callable[[], Any], pace: Pace, lead_ms: float, flush: Callable[[], Any] | None
-) -> tuple[int, list[Pair]]:
-    """(calls between two events, the events) of one sample of a single GEMM."""
+) -> tuple[int, Launched]:
+    """(calls between two events, the sample) of a single GEMM."""
     repeats = 1 if flush is not None else max(1, min(MAX_REPEATS, int(CHUNK_MS / max(pace.gpu_ms, 1e-6))))
 
     def chunk() -> None:
@@ -261,7 +270,6 @@ class PlainBench:
         self, engine: Engine, card: RecipeCard, shape: Shape, samples: Samples, conditions: Conditions
     ) -> None:
         self._engine, self._card, self._shape, self._samples = engine, card, shape, samples
-        self._conditions = conditions
         device, dtype = engine.device, engine.dtype()
         self._x = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
         self._w = torch.randn(shape.n, shape.k, device=device, dtype=dtype) * shape.k**-0.5
@@ -269,8 +277,8 @@ class PlainBench:
         self._flush = l2_flush(device) if conditions.cold_l2 and device.type == "cuda" else None
         self._paces: dict[tuple[Role, Mode], Pace] = {}
 
-    def visit(self) -> Reader:
-        """Take (on a GPU: launch) one sample of each role in each mode."""
+    def visit(self, modes: Collection[Mode]) -> Reader:
+        """Take (on a GPU: launch) one sample of each role in each of the modes."""
         low = self._low()
         x, w = self._x.to(low), self._w.to(low)
         dy = (torch.randn(self._shape.m, self._shape.n, device=x.device) * 1e-3).to(low)
@@ -292,7 +300,7 @@ class PlainBench:
         readers: list[Reader] = []
         with torch.no_grad():
             for key, call in work.items():
-                if key[1] in self._conditions.modes:
+                if key[1] in modes:
                     sample = self._launch if x.device.type == "cuda" else self._take
                     readers.append(sample(key, call, SHORT_LEAD_MS if readers else LEAD_MS))
         return partial(_read_all, readers)
@@ -310,13 +318,14 @@ class PlainBench:
             call()
             self._paces[key] = _pace(call, self._engine.device)
         pace = self._paces[key]
-        repeats, pairs = _replay(call, pace, lead_ms, self._flush)
+        repeats, launched = _replay(call, pace, lead_ms, self._flush)
 
         def read() -> None:
-            pace.gpu_ms = mean_ms(pairs) / repeats
+            pace.gpu_ms = launched.ms() / repeats
             self._samples.times[key].append(pace.gpu_ms)
+            self._samples.clocks[key].append(launched.mhz())
             self._samples.host[key] = pace.host_ms
-            self._samples.calls = max(self._samples.calls, repeats * len(pairs))
+            self._samples.calls = max(self._samples.calls, repeats * len(launched.pairs))
 
         return read
 
