@@ -18,7 +18,8 @@ from torch import nn
 import lowprec_callback
 from lowprec_callback import gemm_output, recording
 from lowprec_callback.analyze.alignment import check_alignment
-from lowprec_callback.analyze.gemms import clocks_of
+from lowprec_callback.analyze.gemm_table import GemmTable
+from lowprec_callback.analyze.gemms import Benchmark, clocks_of
 from lowprec_callback.engines import te_tutorial
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
@@ -46,6 +47,9 @@ from lowprec_callback.show.gemm_page import GemmPage
 
 MOST_ROUNDS = 1000
 """Rounds at most: the precision or the budget ends the sampling long before."""
+
+BESIDE = "torch.matmul"
+"""Stands where a recipe's name stands, for the baseline's products made by PyTorch alone."""
 
 Tell = Callable[[str, int, int], None]
 
@@ -122,6 +126,7 @@ def _run(method: Method, order: Order, engine: Engine, able: list[RecipeCard], r
         times = benchmark(engine, able, order.cards[0].name, order.gemms, order.seed, tell, sampling, course)
         recorder.add(*times)
         recorder.add(_run_fact(order, sampling, course))
+        recorder.add(*_beside(order, engine, sampling, tell))
         return
     if not isinstance(engine, TransformerEngineEngine):
         recorder.add(Problem("te-tutorial", f"the published method needs Transformer Engine: {engine.why}"))
@@ -130,6 +135,18 @@ def _run(method: Method, order: Order, engine: Engine, able: list[RecipeCard], r
     recorder.add(*te_tutorial.times(engine, able, order.gemms, order.modes, order.warm_ups, order.iterations, tell))
     seconds = (datetime.now() - begin).total_seconds()
     recorder.add(GemmRun(method, 1, seconds, "iterations", layers=order.layers, iterations=order.iterations))
+
+
+def _beside(order: Order, engine: Engine, sampling: Sampling, tell: Tell) -> list[GemmTime]:
+    """The baseline's products by PyTorch alone, without Transformer Engine, as the recipe `BESIDE`."""
+    baseline = order.cards[0]
+    if not isinstance(engine, TransformerEngineEngine) or baseline.name != "bf16" or "kernel" not in order.modes:
+        return []
+    plain = PlainTorchEngine(nn.Linear(1, 1, dtype=torch.bfloat16), engine.device, "torch.matmul beside te.Linear")
+    kernel = replace(sampling, conditions=replace(sampling.conditions, modes=("kernel",), accumulate=1))
+    gemms = [gemm for gemm in order.gemms if gemm.groups == 1]
+    times = benchmark(plain, [baseline], baseline.name, gemms, order.seed, tell, kernel)
+    return [replace(time, recipe=BESIDE) for time in times]
 
 
 def _run_fact(order: Order, sampling: Sampling, course: Course) -> GemmRun:
@@ -213,7 +230,13 @@ def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: lis
     """The page on standard output, and the files that were asked for."""
     made = gemm_output.tables(facts)
     place = facts.last(Environment)
-    remarks = [*_clock(facts), *gemm_output.rates(facts, made), *_overcount(plan), *misfits]
+    remarks = [
+        *_clock(facts),
+        *_torch_beside(facts, made),
+        *gemm_output.rates(facts, made),
+        *_overcount(plan),
+        *misfits,
+    ]
     remarks += [f"{problem.where}: {problem.message}" for problem in facts.of(Problem)]
     remarks += [f"{r.recipe} not run: {r.reason}" for r in facts.of(Refusal)] if not made else []
     remarks.append(f"Recording {folder / recording.FILE_NAME}")
@@ -236,6 +259,22 @@ def _clock(facts: recording.Recording) -> list[str]:
         f"role-true: times are given at an SM clock of {statistics.median(clocks):.0f} MHz, the median over all "
         f"samples; they ran at {clocks[0]:.0f} to {clocks[-1]:.0f} MHz, each measured beside its sample"
     ]
+
+
+def _torch_beside(facts: recording.Recording, made: list[GemmTable]) -> list[str]:
+    """What a layer's products take without Transformer Engine."""
+    table = next((table for table in made if (table.method, table.mode) == ("role-true", "kernel")), None)
+    bench = Benchmark(facts.lines(GemmTime))
+    if table is None or not bench.has(BESIDE):
+        return []
+    layer = {(cell.operation, cell.role) for cell in table.cells if cell.in_layer}
+    times = [bench.figure(BESIDE, g, "kernel") for g in facts.of(Gemm) if (g.module, g.role) in layer]
+    missing = next((time.reason for time in times if time.value is None), None)
+    own, ours = sum(time.value or 0.0 for time in times), table.layer(table.baseline)
+    if missing or not times:
+        return [f"{BESIDE} beside te.Linear: no sum over a layer, because {missing or 'nothing was timed'}"]
+    beside = f" (te.Linear's, GEMM only: {ours.value:.4g} ms)" if ours.value is not None else ""
+    return [f"{BESIDE}: a layer's products take {own:.4g} ms by PyTorch alone in {table.baseline}{beside}"]
 
 
 def _overcount(plan: GemmPlan) -> list[str]:
