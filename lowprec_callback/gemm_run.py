@@ -62,6 +62,8 @@ class Order:
     gemms: tuple[Gemm, ...]
     cards: tuple[RecipeCard, ...]
     """The baseline first."""
+    asked: bool = False
+    """Whether the recipes were asked for by name: then the baseline alone is not worth running."""
     layers: int = 1
     methods: tuple[Method, ...] = ("role-true",)
     modes: tuple[Mode, ...] = ("kernel", "autocast")
@@ -99,6 +101,10 @@ def execute(order: Order, engine: Engine, folder: Path, tell: Tell = lambda *_: 
     try:
         if baseline not in able:
             recorder.add(End("failed", f"the baseline {baseline.name} cannot run here"))
+            return recorder
+        if order.asked and len(able) == 1 < len(order.cards):
+            reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
+            recorder.add(End("failed", f"none of the recipes that were asked for can run here. {reasons}"))
             return recorder
         _warm_up(engine.device, order.warm_up_s)
         for method in order.methods:
@@ -198,6 +204,7 @@ def run(plan: GemmPlan) -> int:
         name=plan.name,
         gemms=plan.gemms,
         cards=tuple(cards),
+        asked=plan.recipes is not None,
         layers=plan.layers,
         methods=plan.methods,
         modes=plan.modes,
@@ -223,7 +230,12 @@ def run(plan: GemmPlan) -> int:
     finally:
         if progress:
             progress.close()
-    return _show(plan, recorder.snapshot(), folder, misfits)
+    facts = recorder.snapshot()
+    end = facts.last(End)
+    if end is not None and end.status == "failed" and not facts.of(GemmTime):
+        print(f"lowprec gemm: {end.reason}", file=sys.stderr)
+        return 2
+    return _show(plan, facts, folder, misfits)
 
 
 def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: list[str]) -> int:
