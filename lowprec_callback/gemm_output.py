@@ -2,112 +2,119 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from lowprec_callback.analyze.gemm_table import Cell, GemmTable, gemm_table
-from lowprec_callback.analyze.peaks import Peak, find_peak, rate, refuse_impossible, share_of_peak
-from lowprec_callback.analyze.shapes import gemm_flops
-from lowprec_callback.recording import Card, Environment, GemmTime, Recording
-from lowprec_callback.report import Figure
-from lowprec_callback.show.gemm_page import as_csv, rows
+from lowprec_callback.analyze.gemm_rates import peaks_of, without_impossible
+from lowprec_callback.analyze.gemm_table import GemmTable, gemm_table
+from lowprec_callback.recording import Environment, Gemm, GemmRun, GemmTime, Header, Recording, Refusal
+from lowprec_callback.show.gemm_rows import as_csv, rows, sums
 
 
 def tables(recording: Recording) -> list[GemmTable]:
     """Every (method, mode) that was timed, autocast before kernel-only, rates above the chip's peak refused."""
     timed = dict.fromkeys((fact.method, fact.mode) for fact in recording.of(GemmTime))
     order = sorted(timed, key=lambda pair: (pair[0] != "te-tutorial", pair[1] != "autocast"))
-    return [_possible(gemm_table(recording, method, mode), recording) for method, mode in order]
-
-
-def _possible(table: GemmTable, recording: Recording) -> GemmTable:
-    """The table without rates that the chip cannot reach: what was not measured right is missing, with the reason."""
-    peaks, fastest = _peaks(recording)
-    cells = []
-    for cell in table.cells:
-        checked = {recipe: _checked(cell, recipe, peaks, fastest) for recipe in cell.ms}
-        cells.append(replace(cell, ms=checked))
-    return replace(table, cells=tuple(cells))
-
-
-def _checked(cell: Cell, recipe: str, peaks: Mapping[tuple[str, str], Peak], fastest: int | None) -> Figure:
-    figure, peak = cell.ms[recipe], peaks.get((recipe, cell.role))
-    if figure.value is None or peak is None or figure.value <= 0:
-        return figure
-    reason = refuse_impossible(rate(cell.m, cell.k, cell.n, figure.value), peak, fastest)
-    where = f"{cell.operation} {cell.role} in {recipe}"
-    return figure if reason is None else Figure.missing("ms", f"{where}: {reason}")
-
-
-def _peaks(recording: Recording) -> tuple[dict[tuple[str, str], Peak], int | None]:
-    """The dense peak for each recipe and role on the GPU of this Recording, and its highest SM clock [MHz]."""
-    environment = recording.last(Environment)
-    if environment is None or environment.device_type != "cuda":
-        return {}, None
-    peaks = {
-        (card.recipe, role): find_peak(environment.device, *formats)
-        for card in recording.of(Card)
-        for role, formats in (("fprop", card.fprop), ("dgrad", card.dgrad), ("wgrad", card.wgrad))
-    }
-    clock = environment.facts.get("highest sm clock", "").split(" ")[0]
-    return peaks, int(clock) if clock.isdigit() else None
+    possible, peaks = without_impossible(recording), peaks_of(recording)
+    return [gemm_table(possible, method, mode, peaks) for method, mode in order]
 
 
 def rates(recording: Recording, made: Iterable[GemmTable]) -> list[str]:
-    """TFLOP/s of a layer's GEMMs in each recipe, and their share of the dense peak where the GPU's is known."""
-    peaks, _ = _peaks(recording)
+    """Where the dense peaks come from that the tables' percentages stand on, or why there are none."""
+    shown = dict.fromkeys(recipe for table in made if table.mode == "kernel" for recipe in table.recipes)
+    peaks = [peak for (recipe, role), peak in peaks_of(recording).items() if role == "fprop" and recipe in shown]
+    known = {peak.column: peak for peak in peaks if peak.tflops is not None}
+    unknown = {peak.column: peak for peak in peaks if peak.tflops is None}
     told = []
-    for table in made:
-        if table.mode != "kernel":
-            continue
-        for recipe in table.recipes:
-            layer = [cell for cell in table.cells if cell.in_layer]
-            time = table.layer(recipe)
-            if time.value is None or not layer:
-                continue
-            tflops = sum(gemm_flops(cell.m, cell.k, cell.n) for cell in layer) / time.value / 1e9
-            peak = peaks.get((recipe, "fprop"))
-            share = share_of_peak(tflops, peak) if peak else None
-            if peak is not None and peak.tflops is not None and share is not None:
-                beside = f", {share:.0%} of the dense {peak.column} peak {peak.tflops:g} ({peak.source})"
-            else:
-                beside = f" (no percentage: {peak.reason})" if peak is not None and peak.reason else ""
-            told.append(f"{table.method}: a layer's GEMMs run at {tflops:.3g} TFLOP/s in {recipe}{beside}")
+    if known:
+        each = ", ".join(f"{column} {peak.tflops:g}" for column, peak in known.items())
+        first = next(iter(known.values()))
+        told.append(f"dense peaks of the {first.gpu}, TFLOP/s: {each} ({first.source})")
+    told += [f"no share of the {column} peak: {peak.reason}" for column, peak in unknown.items()]
     return told
 
 
 def write_json(path: Path, made: Iterable[GemmTable], recording: Recording) -> None:
-    """All rows and how they came about."""
-    environment = recording.last(Environment)
-    body = {
+    """Everything: rows, sums, where recipes stop to pay, how it was sampled, and what was not run."""
+    made = list(made)
+    environment, header = recording.last(Environment), recording.last(Header)
+    body: dict[str, Any] = {
+        "created": header.created if header else None,
+        "tool_version": header.tool_version if header else None,
         "device": environment.device if environment else None,
         "versions": environment.versions if environment else {},
+        "baseline": made[0].baseline if made else None,
+        "not_run": {fact.recipe: fact.reason for fact in recording.of(Refusal)},
+        "runs": [dataclasses.asdict(fact) for fact in recording.of(GemmRun)],
         "rows": rows(made),
+        "sums": sums(made),
+        "break_even": [
+            {
+                "method": table.method,
+                "mode": table.mode,
+                "recipe": found.recipe,
+                "keep": found.keep,
+                "speedups": {
+                    name: {"value": gain.value, "low": gain.low, "high": gain.high}
+                    for name, gain in found.gains.items()
+                },
+            }
+            for table in made
+            for found in table.break_even()
+        ],
     }
     path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, made: Iterable[GemmTable]) -> None:
     """All rows."""
-    path.write_text(as_csv(made), encoding="utf-8")
+    path.write_text(as_csv(made), encoding="utf-8", newline="")
 
 
 def write_plot(path: Path, recording: Recording) -> str | None:
-    """The bars of GEMM time by operation and role; returns why there is no plot, if there is none."""
-    from lowprec_callback.analyze.summary import analyze
-    from lowprec_callback.show.plot_gemms import gemm_times
-    from lowprec_callback.show.plot_style import NothingToPlot
+    """The plot: bars of GEMM time by operation and role, or rates by shape where shapes were listed.
 
-    methods = {fact.method for fact in recording.of(GemmTime)}
-    if methods == {"te-tutorial"}:
-        # The plot shows whatever method there is; the analysis of steps reads role-true times only.
-        facts = [replace(f, method="role-true") if isinstance(f, GemmTime) else f for f in recording]
-        recording = Recording.from_facts(facts)
+    Returns why there is none, if there is none.
+    """
+    from lowprec_callback.show.plot_style import NothingToPlot
+    from lowprec_callback.show.plots import save
+
     try:
-        figure = gemm_times(analyze(recording))
+        figure = _listed(recording) if _is_listed(recording) else _model(recording)
     except NothingToPlot as error:
         return str(error)
-    figure.savefig(path, dpi=150)
+    save(figure, path, path.suffix.removeprefix(".").lower())
     return None
+
+
+def _is_listed(recording: Recording) -> bool:
+    gemms = recording.of(Gemm)
+    return bool(gemms) and all(gemm.layers == 0 for gemm in gemms)
+
+
+def _listed(recording: Recording) -> Any:
+    from lowprec_callback.show.plot_shapes import shape_rates
+
+    environment = recording.last(Environment)
+    return shape_rates(tables(recording), environment.device if environment else "unknown device")
+
+
+def _model(recording: Recording) -> Any:
+    from lowprec_callback.analyze.summary import analyze
+    from lowprec_callback.show.plot_gemms import gemm_times
+
+    possible = without_impossible(recording)
+    methods = dict.fromkeys(fact.method for fact in possible.of(GemmTime))
+    notes = []
+    if "role-true" not in methods and methods:
+        # The plot shows whatever method there is; the analysis of steps reads role-true times only.
+        notes.append("Timed by the published method (te-tutorial).")
+        facts = [replace(fact, method="role-true") if isinstance(fact, GemmTime) else fact for fact in possible]
+        possible = Recording.from_facts(facts)
+    elif len(methods) > 1:
+        notes.append("Timed as training runs them (role-true); te-tutorial's times are in the tables.")
+    return gemm_times(analyze(possible), notes)

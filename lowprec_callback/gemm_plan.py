@@ -238,7 +238,10 @@ def _from_run(place: Path) -> What:
         place_in_layer = operation(fact.module)
         calls[replace(fact, module=place_in_layer, calls=1)] += fact.calls
         modules.setdefault(place_in_layer, set()).add(fact.module)
-    gemms = [replace(gemm, calls=count) for gemm, count in calls.items()]
+    gemms = [
+        replace(gemm, calls=count, layers=len(modules[gemm.module]) if "*" in gemm.module else 0)
+        for gemm, count in calls.items()
+    ]
     return f"the GEMMs of {place}", from_facts(facts), gemms, None, max(map(len, modules.values()))
 
 

@@ -174,6 +174,8 @@ class Gemm(Fact):
     bias: bool = False
     groups: int = 1
     """Number of GEMMs in a grouped call; `m` is then the sum over groups."""
+    layers: int | None = None
+    """Transformer layers that have it; 0: it stands outside of them (the LM head). None: nobody said."""
 
 
 @dataclass(frozen=True)

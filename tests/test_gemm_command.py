@@ -177,7 +177,8 @@ def test_shapes() -> None:
     assert [gemm.operation for gemm in made.operations] == ["1024x1024x1024", "88064x2560x10240", "2048x64x32"]
     assert len(made.gemms) == 9
     assert made.gemms[3:6] == tuple(
-        Gemm("88064x2560x10240", role, 88064, 2560, 10240, 1, "Linear", True) for role in ("fprop", "dgrad", "wgrad")
+        Gemm("88064x2560x10240", role, 88064, 2560, 10240, 1, "Linear", True, layers=0)
+        for role in ("fprop", "dgrad", "wgrad")
     )
     published = plan("--shapes 88064x2560x10240 --method te-tutorial")
     assert published.products() == [("88064x2560x10240", "fprop", (88064, 2560, 10240))]
@@ -274,10 +275,10 @@ def run_folder(tmp_path: Path) -> Path:
 def test_from_run(run_folder: Path) -> None:
     made = plan(["--from-run", str(run_folder)])
     assert made.gemms == (
-        Gemm("blocks.*.qkv", "fprop", 64, 32, 96, 6, "LayerNormLinear", True, bias=True),
-        Gemm("blocks.*.qkv", "dgrad", 64, 32, 96, 6, "LayerNormLinear", True, bias=True),
-        Gemm("blocks.*.qkv", "wgrad", 64, 32, 96, 4, "LayerNormLinear", True, bias=True),
-        Gemm("head", "fprop", 64, 32, 80, 2, "nn.Linear", False),
+        Gemm("blocks.*.qkv", "fprop", 64, 32, 96, 6, "LayerNormLinear", True, bias=True, layers=3),
+        Gemm("blocks.*.qkv", "dgrad", 64, 32, 96, 6, "LayerNormLinear", True, bias=True, layers=3),
+        Gemm("blocks.*.qkv", "wgrad", 64, 32, 96, 4, "LayerNormLinear", True, bias=True, layers=3),
+        Gemm("head", "fprop", 64, 32, 80, 2, "nn.Linear", False, layers=0),
     )
     assert [(gemm.operation, gemm.calls) for gemm in made.operations] == [("blocks.*.qkv", 6), ("head", 2)]
     assert (made.layers, made.config) == (3, None)

@@ -1,11 +1,13 @@
 """The GEMM benchmark as a table: by operation and role, summed over roles, a layer and the model.
 
-With t(g, recipe) the median time of one call of GEMM g [ms], c(g) its calls in one step of the model and L the number
-of transformer layers:
+With t(g, recipe) the median time of one call of GEMM g [ms] and c(g) its calls in one step of the model:
 
     role sum    sum of t over a layer's GEMMs of that role
     layer       sum of t over a layer's GEMMs, all roles
-    model       sum of c x t over all GEMMs, those that a model has once (the LM head) included
+    model       sum of c x t over all GEMMs, those that stand outside the layers (the LM head) included
+
+Which GEMMs make a layer is the Recording's word (`Gemm.layers`). Where layers are not alike (some with an MLP, some
+with experts) there is no time of "a layer", and its sums are missing with that reason.
 
 A sum with a missing term is missing, in that term's words. GEMMs that no recipe reaches enter every recipe's sums
 with the baseline's time.
@@ -14,18 +16,19 @@ with the baseline's time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from lowprec_callback.analyze.gemms import Benchmark, speedup
+from lowprec_callback.analyze.peaks import Peak
 from lowprec_callback.recording import ROLES, Card, Gemm, GemmRun, GemmTime, Method, Mode, Recording, Refusal, Role
 from lowprec_callback.report import Figure
 
-ONCE = "LM head"
-"""The operation that a model has once, however few layers it has."""
-
 PAYS = 1.05
-"""Below this speedup over the recipe before it, a narrower recipe is not worth its risk for that operation."""
+"""Below this speedup over the fastest wider recipe, a narrower one is not worth its risk for that operation."""
+
+BITS = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+"""Width of a recipe's operands, by format."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,37 @@ class Cell:
     k: int
     n: int
     calls: int
-    in_layer: bool
-    """Whether a transformer layer has it; else the model has it once."""
+    layers: int | None
+    """Transformer layers that have it (`Gemm.layers`); 0: it stands outside of them; None: not known."""
     ms: dict[str, Figure]
     """One call, by recipe."""
     quantize_share: dict[str, Figure]
     """Share of that time which is quantization, by recipe; autocast only."""
+    quantizable: bool = True
+    """Whether a recipe reaches it; else it has the baseline's time in all of them."""
     launch_bound: tuple[str, ...] = ()
     """Recipes in which the host needs longer to launch it than the GPU to run it."""
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether a transformer layer has it."""
+        return bool(self.layers)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one call, the same in every role: 2 M K N."""
+        return 2 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Operations in which a recipe gains too little over the fastest of the wider recipes."""
+
+    recipe: str
+    keep: str
+    """The wider recipe to stay with."""
+    gains: dict[str, Figure]
+    """t(keep) / t(recipe) by operation, all roles together; each below `PAYS`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,34 @@ class GemmTable:
     cells: tuple[Cell, ...]
     layers: int
     run: GemmRun | None
+    cards: dict[str, Card] = field(default_factory=dict)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    """The dense peak of the GPU in each recipe's format, or why there is none; empty on a CPU."""
+
+    @property
+    def has_layer(self) -> bool:
+        """Whether these GEMMs are a model's, rather than shapes that were listed one by one."""
+        return any(cell.layers != 0 for cell in self.cells)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any recipe does."""
+        return any(self.cards[recipe].scaling != "none" for recipe in self.recipes if recipe in self.cards)
+
+    def why_no_layer(self) -> str | None:
+        """Why there is no time of "a layer", or None if there is one."""
+        if any(cell.layers is None for cell in self.cells):
+            return "the Recording does not say which GEMMs make a layer"
+        kinds: dict[int, dict[str, None]] = {}
+        for cell in self.cells:
+            if cell.layers:
+                kinds.setdefault(cell.layers, {})[cell.operation] = None
+        if not kinds:
+            return "no GEMM stands in a transformer layer"
+        if len(kinds) == 1:
+            return None
+        told = "; ".join(f"{', '.join(names)} in {layers}" for layers, names in sorted(kinds.items(), reverse=True))
+        return f"layers are not alike, so there is no time of one layer ({told})"
 
     def total(self, recipe: str, cells: Iterable[Cell], *, whole_model: bool = False) -> Figure:
         """The sum over some cells: one call each, or all the calls of a step of the model."""
@@ -75,11 +129,15 @@ class GemmTable:
 
     def role_sum(self, recipe: str, role: Role) -> Figure:
         """One layer's GEMMs of one role."""
-        return self.total(recipe, (cell for cell in self.cells if cell.in_layer and cell.role == role))
+        return self._of_layer(recipe, [cell for cell in self.cells if cell.in_layer and cell.role == role])
 
     def layer(self, recipe: str) -> Figure:
         """One layer's GEMMs."""
-        return self.total(recipe, (cell for cell in self.cells if cell.in_layer))
+        return self._of_layer(recipe, [cell for cell in self.cells if cell.in_layer])
+
+    def _of_layer(self, recipe: str, cells: Sequence[Cell]) -> Figure:
+        why = self.why_no_layer()
+        return Figure.missing("ms", why) if why else self.total(recipe, cells)
 
     def model(self, recipe: str) -> Figure:
         """All GEMMs of the model."""
@@ -95,6 +153,9 @@ class GemmTable:
 
     def share_of_quantization(self, recipe: str) -> Figure:
         """Share of a layer's autocast time that is quantization [1]."""
+        whole = self.layer(recipe)
+        if whole.value is None:
+            return Figure.missing("1", whole.reason or "missing")
         parts = []
         for cell in self.cells:
             if not cell.in_layer:
@@ -103,52 +164,90 @@ class GemmTable:
             if share.value is None or time.value is None:
                 return Figure.missing("1", share.reason or time.reason or "missing")
             parts.append(share.value * time.value)
-        whole = self.layer(recipe)
-        if whole.value is None:
-            return Figure.missing("1", whole.reason or "missing")
         return Figure(sum(parts) / whole.value, "1", facts=whole.facts)
 
     def against(self, recipe: str, other: str) -> Figure:
         """How many times faster `recipe` runs a layer's GEMMs than `other` does."""
         return speedup(self.layer(other), self.layer(recipe))
 
-    def break_even(self) -> list[str]:
-        """For each operation, which recipe to stop at: a sentence where a recipe gains too little, or loses."""
-        told = []
-        for name in self.operations():
-            gains = {
-                recipe: factor.value
-                for recipe in self.recipes
-                if recipe != self.baseline
-                and (factor := speedup(self.operation(self.baseline, name), self.operation(recipe, name))).value
-            }
-            poor = {recipe: gain for recipe, gain in gains.items() if gain < PAYS}
-            if not poor or any(not cell.in_layer for cell in self.cells if cell.operation == name):
-                continue
-            best = max(gains, key=lambda recipe: gains[recipe])
-            keep = f"{best} gains {gains[best]:.2f}x" if gains[best] >= PAYS else f"keep it in {self.baseline}"
-            told.append(f"{name}: " + ", ".join(f"{r} {g:.2f}x" for r, g in poor.items()) + f"; {keep}")
-        return told
+    def layer_rate(self, recipe: str) -> Figure:
+        """TFLOP/s of a layer's GEMMs: 2 * (sum of M K N) / t, with t in ms."""
+        time = self.layer(recipe)
+        if time.value is None:
+            return Figure.missing("TFLOP/s", time.reason or "missing")
+        flops = sum(cell.flops for cell in self.cells if cell.in_layer)
+        return _rate(flops, time)
+
+    def cell_rate(self, cell: Cell, recipe: str) -> Figure:
+        """TFLOP/s of one GEMM."""
+        return _rate(cell.flops, cell.ms[recipe])
+
+    def break_even(self) -> list[BreakEven]:
+        """Where each recipe gains too little to be worth its narrower format, or loses.
+
+        A recipe is held against the fastest of those with wider operands: NVFP4 against the best FP8 recipe (or BF16),
+        FP8 against BF16. Operations with a time missing on either side are left out, and so are those that no recipe
+        reaches.
+        """
+        found: dict[tuple[str, str], dict[str, Figure]] = {}
+        reached = dict.fromkeys(cell.operation for cell in self.cells if cell.quantizable)
+        for recipe in self.recipes:
+            wider = [other for other in self.recipes if self._bits(other) > self._bits(recipe)]
+            for name in reached:
+                times = {other: self.operation(other, name).value for other in wider}
+                known = {other: time for other, time in times.items() if time is not None}
+                if not known:
+                    continue
+                keep = min(known, key=lambda other: known[other])
+                gain = speedup(self.operation(keep, name), self.operation(recipe, name))
+                if gain.value is not None and gain.value < PAYS:
+                    found.setdefault((recipe, keep), {})[name] = gain
+        return [BreakEven(recipe, keep, gains) for (recipe, keep), gains in found.items()]
+
+    def _bits(self, recipe: str) -> int:
+        card = self.cards.get(recipe)
+        return min((BITS.get(name, 0) for name in card.fprop), default=0) if card else 0
 
 
-def gemm_table(recording: Recording, method: Method, mode: Mode) -> GemmTable:
-    """Make the table from a Recording of `lowprec gemm` (or of a sweep)."""
+def _rate(flops: int, time: Figure) -> Figure:
+    """Floating-point operations over a time in ms, as TFLOP/s; the shortest time is the highest rate."""
+    if not time.value:
+        return Figure.missing("TFLOP/s", time.reason or "a time of zero has no rate")
+    low = high = None
+    if time.low is not None and time.high is not None and time.low > 0:
+        low, high = flops / time.high / 1e9, flops / time.low / 1e9
+    return Figure(flops / time.value / 1e9, "TFLOP/s", low=low, high=high, facts=time.facts)
+
+
+def gemm_table(
+    recording: Recording, method: Method, mode: Mode, peaks: dict[tuple[str, Role], Peak] | None = None
+) -> GemmTable:
+    """Make the table from a Recording of `lowprec gemm`; `peaks` are those of `gemm_rates.peaks_of`."""
     times = recording.lines(GemmTime)
     bench = Benchmark(times, method)
-    gemms = recording.of(Gemm)
     cards = recording.of(Card)
     refused = {fact.recipe: fact.reason for fact in recording.of(Refusal)}
     recipes = tuple(card.recipe for card in cards if card.recipe not in refused and bench.has(card.recipe))
     baseline = next((card.recipe for card in cards if card.baseline), recipes[0] if recipes else "")
     run = next((fact for fact in recording.of(GemmRun) if fact.method == method), None)
-    layers = run.layers if run else 1
     shares = _shares(times, method)
     cells = tuple(
-        _cell(gemm, bench, recipes, baseline, mode, layers, shares)
-        for gemm in gemms
+        _cell(gemm, bench, recipes, baseline, mode, shares)
+        for gemm in recording.of(Gemm)
         if method == "role-true" or (gemm.quantizable and gemm.groups == 1)
     )
-    return GemmTable(method, mode, baseline, recipes, refused, cells, layers, run)
+    return GemmTable(
+        method=method,
+        mode=mode,
+        baseline=baseline,
+        recipes=recipes,
+        refused=refused,
+        cells=cells,
+        layers=run.layers if run else 1,
+        run=run,
+        cards={card.recipe: card for card in cards},
+        peaks={recipe: peak for (recipe, role), peak in (peaks or {}).items() if role == "fprop"},
+    )
 
 
 ShareKey = tuple[str, Role, int, int, int]
@@ -175,7 +274,6 @@ def _cell(
     recipes: tuple[str, ...],
     baseline: str,
     mode: Mode,
-    layers: int,
     shares: dict[ShareKey, Figure],
 ) -> Cell:
     timed_as = {recipe: recipe if gemm.quantizable else baseline for recipe in recipes}
@@ -188,12 +286,13 @@ def _cell(
         k=gemm.k,
         n=gemm.n,
         calls=gemm.calls,
-        in_layer=gemm.calls >= layers and gemm.module != ONCE,
+        layers=gemm.layers,
         ms={recipe: bench.figure(name, gemm, mode) for recipe, name in timed_as.items()},
         quantize_share={
             recipe: shares.get((name, gemm.role, gemm.m, gemm.k, gemm.n), no_share) if gemm.quantizable else none
             for recipe, name in timed_as.items()
         },
+        quantizable=gemm.quantizable,
         launch_bound=tuple(r for r, name in timed_as.items() if bench.launch_bound(name, gemm, mode)),
     )
 

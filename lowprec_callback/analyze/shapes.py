@@ -242,6 +242,7 @@ def as_facts(gemms: Iterable[LayerGemm], accumulate: int = 1, roles: Sequence[Ro
             quantizable=gemm.quantizable,
             bias=gemm.bias,
             groups=gemm.groups,
+            layers=gemm.calls if gemm.per_layer else 0,
         )
         for gemm in gemms
         for role in roles

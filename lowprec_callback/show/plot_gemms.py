@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
@@ -22,8 +23,10 @@ BAR = 0.68
 LEGEND_CHARACTERS = 44
 
 
-def gemm_times(report: Report) -> Canvas:
-    """Two panels with the same axis, a bar a recipe; over each bar the speedup against the baseline.
+def gemm_times(report: Report, notes: Sequence[str] = ()) -> Canvas:
+    """Panels with the same axis, one a mode that was timed, a bar a recipe; over each bar the speedup.
+
+    `notes` are written below, with what is not shown.
 
     Raises:
         NothingToPlot: no recipe has a complete GEMM benchmark.
@@ -33,28 +36,36 @@ def gemm_times(report: Report) -> Canvas:
     if not any(drawn.values()):
         raise NothingToPlot("no recipe has a complete GEMM benchmark")
     colours = _colours(report)
+    shown = [(mode, name) for mode, name in MODES if drawn[mode] or _tried(recipes, mode)]
     bars = max(len(found) for found in drawn.values())
     legend = max(len(line) for operation in colours for line in _legend_text(operation).split("\n"))
-    width = max(5.5, 1.0 + 2 * 0.95 * bars) + 0.6 + 0.075 * legend
-    figure = plot_style.canvas(width, 5.2)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (mode, name) in zip(panels, MODES, strict=True):
+    width = max(2.75 * len(shown), 1.0 + len(shown) * 0.95 * bars) + 0.6 + 0.075 * legend
+    figure = plot_style.canvas(max(width, 6.5), 5.2)
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, (mode, name) in zip(panels, shown, strict=True):
         _panel(axes, drawn[mode], mode, colours)
         axes.set_title(name, loc="left", fontsize=10, color=plot_style.INK)
     panels[0].set_ylabel("linear-layer GEMMs of one step, ms")
     _legend(figure, colours)
-    plot_style.frame(figure, _conclusion(report), report, [*_not_shown(recipes), *_launch_bound(recipes)])
+    plot_style.frame(
+        figure, _conclusion(report), report, [*notes, *_not_shown(recipes, shown), *_launch_bound(recipes)]
+    )
     return figure
 
 
-def _not_shown(recipes: list[RecipeReport]) -> list[str]:
+def _tried(recipes: list[RecipeReport], mode: Mode) -> bool:
+    """Whether a mode has any times at all, be they too few for a bar; a mode that nobody asked for has no panel."""
+    return any(gemm_sums.per_call(row, mode).known for recipe in recipes for row in recipe.gemms)
+
+
+def _not_shown(recipes: list[RecipeReport], shown: Sequence[tuple[Mode, str]]) -> list[str]:
     """A line a recipe and mode without a bar; one line where both miss it for the same reason."""
     lines: list[str] = []
     for recipe in recipes:
         reasons = {
-            name: words.why_missing(_total(recipe, mode)) for mode, name in MODES if not _total(recipe, mode).known
+            name: words.why_missing(_total(recipe, mode)) for mode, name in shown if not _total(recipe, mode).known
         }
-        if len(reasons) == len(MODES) and len(set(reasons.values())) == 1:
+        if len(reasons) == len(shown) and len(set(reasons.values())) == 1:
             lines.append(f"{recipe.name} not shown: {next(iter(reasons.values()))}")
         else:
             lines += [f"{recipe.name} not shown ({name}): {reason}" for name, reason in reasons.items()]
@@ -167,6 +178,9 @@ def _conclusion(report: Report) -> str:
     if not best:
         return f"Linear-layer GEMMs of one step: {report.baseline} has nothing to compare with"
     names = {name for _, name in best.values()}
+    if all(value <= 1 for value, _ in best.values()):
+        least = max(best.values())
+        return f"No recipe makes the GEMMs faster: at best {words.fixed(least[0], 2)}x ({least[1]})"
     told = []
     for mode, text in (("kernel", "alone"), ("autocast", "with quantization")):
         if mode in best:

@@ -36,12 +36,12 @@ class Plot(NamedTuple):
     reason: str | None
 
 
-def save(figure: Canvas, path: Path) -> None:
-    """Write a figure as PNG."""
+def save(figure: Canvas, path: Path, kind: str = "png") -> None:
+    """Write a figure as PNG, or as another kind that matplotlib knows (pdf, svg)."""
     with warnings.catch_warnings():
         # A name may hold a character that the font lacks: it shows as a box, and that is no reason to fail.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        figure.savefig(path, format="png")
+        figure.savefig(path, format=kind)
 
 
 def save_all(report: Report, folder: Path) -> list[Plot]:

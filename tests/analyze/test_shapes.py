@@ -400,8 +400,8 @@ def test_as_facts() -> None:
     gemms = layer_gemms(replace(CODONFM, vocab_size=96, bias=True))
     facts = as_facts(gemms, accumulate=2)
     assert len(facts) == 15
-    assert facts[0] == Gemm("QKV", "fprop", 15872, 4096, 12288, 48, "Linear", True, bias=True)
-    assert facts[-1] == Gemm(LM_HEAD, "wgrad", 15872, 4096, 96, 2, "nn.Linear", False)
+    assert facts[0] == Gemm("QKV", "fprop", 15872, 4096, 12288, 48, "Linear", True, bias=True, layers=24)
+    assert facts[-1] == Gemm(LM_HEAD, "wgrad", 15872, 4096, 96, 2, "nn.Linear", False, layers=0)
     assert all(operation(fact.module) == fact.module for fact in facts)
     assert [fact.role for fact in as_facts(gemms, roles=["dgrad"])] == ["dgrad"] * 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -10,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_callback.report import Figure, RecipeReport
+from lowprec_callback.report import Figure
 from lowprec_callback.show import words
 
 INDENT = 2
@@ -76,11 +77,14 @@ def fits(renderable: RenderableType, width: int, by: int = INDENT) -> bool:
     return natural_width(renderable) + by <= width
 
 
+_Column = TypeVar("_Column")
+
+
 def side_by_side(
-    recipes: Sequence[RecipeReport], build: Callable[[Sequence[RecipeReport]], RenderableType], width: int
-) -> list[list[RecipeReport]]:
-    """Recipes in groups whose tables fit the page: rather two tables than a squeezed one."""
-    groups: list[list[RecipeReport]] = []
+    recipes: Sequence[_Column], build: Callable[[Sequence[_Column]], RenderableType], width: int
+) -> list[list[_Column]]:
+    """Recipes (or what stands for them) in groups whose tables fit the page: rather two tables than a squeezed one."""
+    groups: list[list[_Column]] = []
     for recipe in recipes:
         if groups and fits(build([*groups[-1], recipe]), width):
             groups[-1].append(recipe)
