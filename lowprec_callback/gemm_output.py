@@ -25,17 +25,17 @@ def tables(recording: Recording) -> list[GemmTable]:
 
 def rates(recording: Recording, made: Iterable[GemmTable]) -> list[str]:
     """Where the dense peaks come from that the tables' percentages stand on, or why there are none."""
-    shown = dict.fromkeys(recipe for table in made if table.mode == "kernel" for recipe in table.recipes)
+    with_shares = [table for table in made if table.mode == "kernel" and table.has_layer]
+    shown = {recipe for table in with_shares for recipe in table.recipes}
     peaks = [peak for (recipe, role), peak in peaks_of(recording).items() if role == "fprop" and recipe in shown]
     known = {peak.column: peak for peak in peaks if peak.tflops is not None}
-    unknown = {peak.column: peak for peak in peaks if peak.tflops is None}
+    unknown = dict.fromkeys(peak.reason for peak in peaks if peak.tflops is None)
     told = []
     if known:
         each = ", ".join(f"{column} {peak.tflops:g}" for column, peak in known.items())
         first = next(iter(known.values()))
         told.append(f"dense peaks of the {first.gpu}, TFLOP/s: {each} ({first.source})")
-    told += [f"no share of the {column} peak: {peak.reason}" for column, peak in unknown.items()]
-    return told
+    return [*told, *(f"no share of a dense peak: {reason}" for reason in unknown)]
 
 
 def write_json(path: Path, made: Iterable[GemmTable], recording: Recording) -> None:

@@ -49,6 +49,8 @@ class Cell:
     """Share of that time which is quantization, by recipe; autocast only."""
     quantizable: bool = True
     """Whether a recipe reaches it; else it has the baseline's time in all of them."""
+    groups: int = 1
+    """GEMMs in a grouped call (experts); `m` is the sum over them."""
     launch_bound: tuple[str, ...] = ()
     """Recipes in which the host needs longer to launch it than the GPU to run it."""
 
@@ -293,6 +295,7 @@ def _cell(
             for recipe, name in timed_as.items()
         },
         quantizable=gemm.quantizable,
+        groups=gemm.groups,
         launch_bound=tuple(r for r, name in timed_as.items() if bench.launch_bound(name, gemm, mode)),
     )
 

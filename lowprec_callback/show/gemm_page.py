@@ -119,6 +119,8 @@ def _grid(table: GemmTable, recipes: Sequence[str], notes: Notes) -> Table:
 
 def _operation(grid: Table, table: GemmTable, cell: Cell, name: str, recipes: Sequence[str], notes: Notes) -> None:
     shape = "x".join(map(str, role_shape(cell.role, cell.m, cell.k, cell.n)))
+    if cell.groups > 1:
+        name += f", {cell.groups} groups"
     grid.add_row(Text(name), Text(shape), *(_cell(table, cell, recipe, notes) for recipe in recipes))
 
 
@@ -131,7 +133,7 @@ def _cell(table: GemmTable, cell: Cell, recipe: str, notes: Notes) -> Text:
         text.append(LAUNCH_BOUND)
         notes.explain(f"{LAUNCH_BOUND} launch-bound: the host needs longer to launch it than the GPU to run it")
     if not table.has_layer:
-        text.append(f" {_tflops(table.cell_rate(cell, recipe)):>7}")
+        text.append(f" {_tflops(table.cell_rate(cell, recipe)):>6}")
     return text.append(_factor(table, recipe, cell.ms[table.baseline], figure))
 
 
@@ -154,7 +156,10 @@ def _total(
 def _factor(table: GemmTable, recipe: str, base: Figure, figure: Figure) -> str:
     """The speedup over the baseline, padded so that a column lines up; empty without one."""
     factor = speedup(base, figure)
-    return "" if recipe == table.baseline or factor.value is None else f" {words.fixed(factor.value, 2):>5}x"
+    if recipe == table.baseline or factor.value is None:
+        return ""
+    # A CPU without BF16 units can be hundreds of times slower in it: that is not 0.00x.
+    return f" {words.fixed(factor.value, 2 if factor.value >= 0.095 else 3):>5}x"
 
 
 def _rates(grid: Table, table: GemmTable, recipes: Sequence[str], notes: Notes) -> None:
@@ -180,7 +185,9 @@ def _rates(grid: Table, table: GemmTable, recipes: Sequence[str], notes: Notes) 
 
 def _tflops(figure: Figure) -> str:
     """A rate of any size: a CPU's is a thousandth of a GPU's."""
-    return words.significant(figure.value, 3) if figure.value is not None else words.number(figure)
+    if figure.value is None:
+        return words.number(figure)
+    return words.fixed(figure.value, 0) if figure.value >= 100 else words.significant(figure.value, 3)
 
 
 # --- Sentences -------------------------------------------------------------------------------------------
