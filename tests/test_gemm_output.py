@@ -257,3 +257,34 @@ def test_the_recording_is_left_as_it_was() -> None:
     gemm_output.tables(recording)
     assert list(recording) == before
     assert {fact.method for fact in recording.of(GemmTime)} == {"te-tutorial"}
+
+
+def test_times_of_what_is_no_recipe_make_no_column_and_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's products by PyTorch alone stand in the Recording without a card."""
+    recording = made.role_true()
+    beside = [replace(f, recipe="torch.matmul") for f in recording.of(GemmTime) if f.recipe == "bf16"]
+    with_them = Recording.from_facts([*recording, *beside])
+    assert all("torch.matmul" not in table.recipes for table in gemm_output.tables(with_them))
+    assert set(heights(plotted(with_them, monkeypatch).axes[1])) == set(made.ROLE_TRUE_H200)
+
+
+def test_times_are_at_one_clock_in_tables_and_bars_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the recipes' samples ran at half the clock and took twice as long: no recipe is slower for it."""
+
+    def slowed(time: GemmTime) -> GemmTime:
+        slow = time.recipe in ("fp8_current", "fp8_block")
+        return replace(
+            time,
+            samples_ms=tuple(ms * (2 if slow else 1) for ms in time.samples_ms),
+            quantize_ms=tuple(ms * (2 if slow else 1) for ms in time.quantize_ms),
+            clocks_mhz=(750.0 if slow else 1500.0,) * len(time.samples_ms),
+        )
+
+    recording = made.changed(made.role_true(), slowed)
+    tables = gemm_output.tables(recording)
+    for recipe, sums_ in made.ROLE_TRUE_H200.items():
+        assert tables[0].against(recipe, "bf16").value == pytest.approx(25.89 / sum(sums_), rel=1e-3)
+        assert tables[0].share_of_quantization(recipe).value == pytest.approx(made.QUANTIZATION[recipe])
+    bars = heights(plotted(recording, monkeypatch).axes[1])
+    for recipe in tables[0].recipes:
+        assert bars[recipe] == pytest.approx(tables[0].model(recipe).value)
