@@ -116,6 +116,23 @@ def test_the_published_method() -> None:
     assert (both.methods, both.modes) == (("te-tutorial", "role-true"), ("kernel", "autocast"))
 
 
+@pytest.mark.parametrize("more", ["", "--pre-quantize", "--no-fp8", "--pre-quantize --no-fp8 --no-fp4 --no-fp8-block"])
+def test_a_pasted_line_of_the_script_means_the_same_by_its_own_method(more: str) -> None:
+    script = f"python benchmarks/gemm/benchmark_gemm.py {TUTORIAL} -o model_config.png {more}"
+    _, _, options = script.partition("benchmark_gemm.py ")
+    made, published = plan(options), plan(f"{options} --method te-tutorial")
+    assert made.products() == published.products() == TABLE
+    assert made.plot == published.plot == Path("model_config.png")
+    assert published.modes == (("kernel",) if "--pre-quantize" in more else ("autocast",))
+    assert set(published.modes) <= set(made.modes)
+    skipped = {"--no-fp8": "mxfp8", "--no-fp4": "nvfp4", "--no-fp8-block": "fp8_block"}
+    left_out = {recipe for name, recipe in skipped.items() if name in more.split()}
+    for each in (made, published):
+        run = {card.name for card in each.cards("transformer_engine", "bf16")}
+        assert run == {"bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"} - left_out
+        assert (each.warm_ups, each.iterations) == (10, 100)
+
+
 def test_every_skip_means_what_it_means_there() -> None:
     made = plan("--no-fp8-current --no-fp8-delayed --no-fp8-block --no-fp8 --no-fp4")
     assert set(made.without) == {"fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"}

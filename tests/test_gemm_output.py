@@ -234,6 +234,12 @@ def test_listed_shapes_are_plotted_as_rates(monkeypatch: pytest.MonkeyPatch) -> 
     assert below.endswith("NVIDIA H200")
 
 
+def test_launch_bound_shapes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = plotted(made.launch_bound(made.listed()), monkeypatch)
+    assert "Some GEMMs are launch-bound in fp8_delayed:" in figure._supxlabel.get_text()
+    assert "launch-bound" not in plotted(made.listed(), monkeypatch)._supxlabel.get_text()
+
+
 def test_losing_recipes_are_not_called_the_best_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = made.changed(
         made.te_tutorial(),

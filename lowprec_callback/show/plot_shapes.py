@@ -53,6 +53,11 @@ def shape_rates(tables: Sequence[GemmTable], device: str) -> Canvas:
         for name in table.operations()
         if not table.operation(recipe, name).known
     ]
+    bound = [name for name in names if any(name in cell.launch_bound for table in tables for cell in table.cells)]
+    if bound:
+        below.append(
+            f"Some GEMMs are launch-bound in {words.listed(bound)}: the host needs longer to launch them than they run."
+        )
     lines = [line for text in [*below, device] for line in textwrap.wrap(words.one_line(text), 110)]
     figure.set_figheight(figure.get_figheight() + 0.14 * (len(lines) - 1))
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color=plot_style.GREY, parse_math=False)
