@@ -144,10 +144,17 @@ def test_a_cold_cache_is_a_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gpus_recipe_has_no_place_here(capsys: pytest.CaptureFixture[str]) -> None:
-    page, _ = run(f"{MODEL} {QUICK} --recipes fp8_delayed --json a.json", capsys)
+    page, _ = run(f"{MODEL} {QUICK} --recipes bf16,fp8_delayed --json a.json", capsys)
     assert page.count("fp8_delayed not run: needs a CUDA GPU, the device is cpu") == 1
-    assert {row["recipe"] for row in rows()} == {"fp32"}
+    assert {row["recipe"] for row in rows()} == {"fp32", "bf16"}
     assert list(json.loads(Path("a.json").read_text())["not_run"]) == ["fp8_delayed"]
+
+
+def test_without_a_recipe_that_can_run_nothing_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    page, err = run(f"{MODEL} {QUICK} --recipes fp8_delayed --json a.json", capsys, code=2)
+    assert page == ""
+    assert "fp8_delayed: needs a CUDA GPU, the device is cpu" in err
+    assert not Path("a.json").exists()
 
 
 def test_the_tutorials_own_method_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
