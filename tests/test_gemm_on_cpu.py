@@ -55,8 +55,8 @@ def test_a_model_in_fp32_and_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     page, _ = run(f"{MODEL} {QUICK} -o a.png --json a.json --csv a.csv", capsys)
     assert page.startswith("model: hidden 16, 3 layers, 16 tokens (2 x 8)")
     for said in (
-        "role-true, with quantization (autocast)",
-        "role-true, GEMM only (pre-quantized)",
+        "role-true, with the casts of autocast",
+        "role-true, GEMM only",
         "fprop sum",
         "wgrad sum",
         "model, 3 layers",

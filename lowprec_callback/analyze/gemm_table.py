@@ -88,6 +88,8 @@ class GemmTable:
     cells: tuple[Cell, ...]
     layers: int
     run: GemmRun | None
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Recipes that have no time in this table, all for one reason, and that reason."""
     cards: dict[str, Card] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
     """The dense peak of the GPU in each recipe's format, or why there is none; empty on a CPU."""
@@ -229,7 +231,9 @@ def gemm_table(
     bench = Benchmark(times, method)
     cards = recording.of(Card)
     refused = {fact.recipe: fact.reason for fact in recording.of(Refusal)}
-    recipes = tuple(card.recipe for card in cards if card.recipe not in refused and bench.has(card.recipe))
+    timed = [card.recipe for card in cards if card.recipe not in refused and bench.has(card.recipe)]
+    left_out = _left_out(fact for _, fact in times if (fact.method, fact.mode) == (method, mode))
+    recipes = tuple(recipe for recipe in timed if recipe not in left_out)
     baseline = next((card.recipe for card in cards if card.baseline), recipes[0] if recipes else "")
     run = next((fact for fact in recording.of(GemmRun) if fact.method == method), None)
     shares = _shares(times, method)
@@ -244,12 +248,25 @@ def gemm_table(
         baseline=baseline,
         recipes=recipes,
         refused=refused,
+        left_out={recipe: left_out[recipe] for recipe in timed if recipe in left_out},
         cells=cells,
         layers=run.layers if run else 1,
         run=run,
         cards={card.recipe: card for card in cards},
         peaks={recipe: peak for (recipe, role), peak in (peaks or {}).items() if role == "fprop"},
     )
+
+
+def _left_out(times: Iterable[GemmTime]) -> dict[str, str]:
+    """Recipes that failed on every shape (of two or more) for one and the same reason, and the reason."""
+    failures: dict[str, list[str | None]] = {}
+    for time in times:
+        failures.setdefault(time.recipe, []).append(time.failure)
+    return {
+        recipe: found[0]
+        for recipe, found in failures.items()
+        if len(found) > 1 and found[0] is not None and len(set(found)) == 1
+    }
 
 
 ShareKey = tuple[str, Role, int, int, int]

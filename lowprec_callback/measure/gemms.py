@@ -41,7 +41,7 @@ class Sampling:
     precision: float | None = None
     """Stop visiting a pair when the half-width of its layer's median, relative to it, is at most this (0.01: 1%)."""
     budget_s: float | None = None
-    """Start no new round after so many seconds."""
+    """After the first round, take no sample after so many seconds."""
     conditions: Conditions = field(default_factory=Conditions)
 
 
@@ -99,6 +99,9 @@ def benchmark(
             break
         total = done + len(left) * _rounds_to_go(course, sampling)
         for card, shape in order.sample(left, len(left)):
+            # The first round is always whole: a pair without a single sample is of no use.
+            if course.rounds and _over(sampling, time.perf_counter() - begin):
+                break
             progress(f"{card.name} {shape.m}x{shape.k}x{shape.n}", done, total)
             benches.visit(card, shape, _wanting(results[card.name, shape], sampling))
             done += 1
@@ -155,9 +158,13 @@ def _why_stop(left: list[tuple[RecipeCard, Shape]], course: Course, sampling: Sa
         return "precise"
     if course.rounds >= sampling.rounds:
         return "rounds"
-    if sampling.budget_s is not None and course.rounds and course.seconds >= sampling.budget_s:
+    if course.rounds and _over(sampling, course.seconds):
         return "budget"
     return ""
+
+
+def _over(sampling: Sampling, seconds: float) -> bool:
+    return sampling.budget_s is not None and seconds >= sampling.budget_s
 
 
 def half_width(samples: list[float]) -> float | None:

@@ -16,6 +16,7 @@ Data are normal random numbers (zeros draw less power, and a BF16 product ran 13
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -271,8 +272,11 @@ class PlainBench:
     ) -> None:
         self._engine, self._card, self._shape, self._samples = engine, card, shape, samples
         device, dtype = engine.device, engine.dtype()
-        self._x = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
-        self._w = torch.randn(shape.n, shape.k, device=device, dtype=dtype) * shape.k**-0.5
+        # One X, W and b for each group; without a grouped GEMM PyTorch multiplies them one after the other.
+        rows = [0, *itertools.accumulate(_rows(shape))]
+        x = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
+        self._x = [x[first:last] for first, last in itertools.pairwise(rows)]
+        self._w = [torch.randn(shape.n, shape.k, device=device, dtype=dtype) * shape.k**-0.5 for _ in self._x]
         self._b = torch.zeros(shape.n, device=device, dtype=dtype) if shape.bias else None
         self._flush = l2_flush(device) if conditions.cold_l2 and device.type == "cuda" else None
         self._paces: dict[tuple[Role, Mode], Pace] = {}
@@ -280,28 +284,41 @@ class PlainBench:
     def visit(self, modes: Collection[Mode]) -> Reader:
         """Take (on a GPU: launch) one sample of each role in each of the modes."""
         low = self._low()
-        x, w = self._x.to(low), self._w.to(low)
-        dy = (torch.randn(self._shape.m, self._shape.n, device=x.device) * 1e-3).to(low)
+        xs, ws = [x.to(low) for x in self._x], [w.to(low) for w in self._w]
+        dys = [(torch.randn(len(x), self._shape.n, device=x.device) * 1e-3).to(low) for x in xs]
         bias = None if self._b is None else self._b.to(low)
-        own = self._w.dtype
+        own = self._w[0].dtype
 
         def forward() -> None:
             with self._region():
-                nn.functional.linear(self._x, self._w, self._b)
+                for x, w in zip(self._x, self._w, strict=True):
+                    nn.functional.linear(x, w, self._b)
+
+        def fprop() -> None:
+            for x, w in zip(xs, ws, strict=True):
+                nn.functional.linear(x, w, bias)
+
+        def dgrad() -> None:
+            for dy, w in zip(dys, ws, strict=True):
+                torch.mm(dy, w)
+
+        def wgrad(dtype: torch.dtype) -> None:
+            for dy, x in zip(dys, xs, strict=True):
+                torch.mm(dy.t(), x).to(dtype)
 
         work: dict[tuple[Role, Mode], Callable[[], Any]] = {
             ("fprop", "autocast"): forward,
-            ("dgrad", "autocast"): lambda: torch.mm(dy, w),
-            ("wgrad", "autocast"): lambda: torch.mm(dy.t(), x).to(own),
-            ("fprop", "kernel"): lambda: nn.functional.linear(x, w, bias),
-            ("dgrad", "kernel"): lambda: torch.mm(dy, w),
-            ("wgrad", "kernel"): lambda: torch.mm(dy.t(), x),
+            ("dgrad", "autocast"): dgrad,
+            ("wgrad", "autocast"): partial(wgrad, own),
+            ("fprop", "kernel"): fprop,
+            ("dgrad", "kernel"): dgrad,
+            ("wgrad", "kernel"): partial(wgrad, low),
         }
         readers: list[Reader] = []
         with torch.no_grad():
             for key, call in work.items():
                 if key[1] in modes:
-                    sample = self._launch if x.device.type == "cuda" else self._take
+                    sample = self._launch if self._engine.device.type == "cuda" else self._take
                     readers.append(sample(key, call, SHORT_LEAD_MS if readers else LEAD_MS))
         return partial(_read_all, readers)
 
@@ -311,7 +328,7 @@ class PlainBench:
     def _low(self) -> torch.dtype:
         """The type that this product has under the recipe: asked of PyTorch, not assumed (no autocast widens it)."""
         with torch.no_grad(), self._region():
-            return nn.functional.linear(self._x[:1], self._w).dtype
+            return nn.functional.linear(self._x[0][:1], self._w[0]).dtype
 
     def _launch(self, key: tuple[Role, Mode], call: Callable[[], Any], lead_ms: float) -> Reader:
         if key not in self._paces:
@@ -353,9 +370,12 @@ def _clock(call: Callable[[], Any], device: torch.device, calls: int = 1) -> tup
     return host, time.perf_counter() - begin
 
 
-def _splits(shape: Shape) -> tuple[Any, ...]:
-    """The further argument of a grouped layer: rows of each group, spread as evenly as whole rows can be."""
-    if shape.groups == 1:
-        return ()
+def _rows(shape: Shape) -> list[int]:
+    """Rows of each group, spread as evenly as whole rows can be."""
     each, rest = divmod(shape.m, shape.groups)
-    return ([each + 1] * rest + [each] * (shape.groups - rest),)
+    return [each + 1] * rest + [each] * (shape.groups - rest)
+
+
+def _splits(shape: Shape) -> tuple[Any, ...]:
+    """The further argument of a grouped layer."""
+    return (_rows(shape),) if shape.groups > 1 else ()

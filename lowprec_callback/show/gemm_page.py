@@ -20,6 +20,8 @@ from lowprec_callback.show.sections.parts import Notes
 
 TITLES: dict[Mode, str] = {"autocast": "with quantization (autocast)", "kernel": "GEMM only (pre-quantized)"}
 LAUNCH_BOUND = "*"
+PLAIN_TITLES: dict[Mode, str] = {"autocast": "with the casts of autocast", "kernel": "GEMM only"}
+"""Where nothing is quantized."""
 
 
 class GemmPage:
@@ -72,9 +74,12 @@ def _not_run(tables: Sequence[GemmTable]) -> Iterable[str]:
 
 
 def _table(table: GemmTable, width: int) -> Iterable[RenderableType]:
-    yield parts.heading(f"{table.method}, {TITLES[table.mode]}")
+    title = TITLES[table.mode] if table.quantizes else PLAIN_TITLES[table.mode]
+    yield parts.heading(f"{table.method}, {title}")
+    left_out = [parts.paragraph(f"{name} is not in this table: {why}") for name, why in table.left_out.items()]
     if not table.recipes:
         yield parts.paragraph("nothing was timed")
+        yield from left_out
         return
     unit = "ms of one call" if table.has_layer else "ms of one call, TFLOP/s"
     yield parts.paragraph(f"{unit}, and the speedup over {table.baseline}", style=parts.DIM)
@@ -83,6 +88,7 @@ def _table(table: GemmTable, width: int) -> Iterable[RenderableType]:
     grids = [[parts.indented(_grid(table, group, notes))] for group in groups]
     yield from parts.stacked(*grids)
     yield from notes.lines()
+    yield from left_out
     yield from (parts.paragraph(line) for line in _pairs(table))
 
 

@@ -226,3 +226,22 @@ def test_nothing_was_timed() -> None:
     assert table.recipes == ()
     assert not table.quantizes
     assert table.break_even() == []
+
+
+def test_a_recipe_that_failed_everywhere_for_one_reason_has_no_column_but_the_reason() -> None:
+    def fail(time: GemmTime) -> GemmTime:
+        return replace(time, samples_ms=(), failure="no kernel") if time.recipe == "fp8_block" else time
+
+    table = gemm_table(made.changed(made.role_true(), fail), "role-true", "kernel")
+    assert table.left_out == {"fp8_block": "no kernel"}
+    assert "fp8_block" not in table.recipes
+    assert "fp8_delayed" in table.recipes
+
+
+def test_a_recipe_that_failed_for_several_reasons_keeps_its_column() -> None:
+    def fail(time: GemmTime) -> GemmTime:
+        return replace(time, samples_ms=(), failure=f"no {time.role}") if time.recipe == "fp8_block" else time
+
+    table = gemm_table(made.changed(made.role_true(), fail), "role-true", "kernel")
+    assert table.left_out == {}
+    assert "fp8_block" in table.recipes

@@ -136,10 +136,13 @@ def test_pre_quantized_calls_the_gemm_alone(fake: fake_te.Fake, gpu: Played, mon
     assert set(layouts) == {"NT"}  # whatever the role
 
 
-def test_delayed_scaling_is_left_out_pre_quantized_with_the_reason(fake: fake_te.Fake, gpu: Played) -> None:
-    (fact,) = timed(fake, ["fp8_delayed"], [gemm("fprop")], ("kernel",))
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block"])
+def test_what_the_script_leaves_out_pre_quantized_is_left_out_with_the_reason(
+    fake: fake_te.Fake, gpu: Played, recipe: str
+) -> None:
+    (fact,) = timed(fake, [recipe], [gemm("fprop")], ("kernel",))
     assert fact.samples_ms == ()
-    assert fact.failure == "ValueError: the published method does not run fp8_delayed pre-quantized"
+    assert fact.failure == te_tutorial.LEFT_OUT[CARDS[recipe].scaling]
 
 
 @pytest.mark.parametrize(

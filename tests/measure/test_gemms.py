@@ -548,13 +548,30 @@ def test_sampling_stops_after_its_rounds(bench: Any) -> None:
     assert course.widest > 0.001
 
 
-def test_sampling_stops_when_time_is_up(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(gemms.time, "perf_counter", lambda: float(next(ticks)))
+def test_a_budget_ends_a_round_before_its_end_but_not_the_first(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sample(_visit: int) -> float:
+        nonlocal now
+        now += 10.0
+        return 1.0
+
+    bench.sample = staticmethod(sample)
+    monkeypatch.setattr(gemms.time, "perf_counter", lambda: now)
     course = Course()
-    sampling = Sampling(rounds=9, budget_s=15.0)
-    list(benchmark(engine(), TWO, "fp32", SHAPES, seed=0, sampling=sampling, course=course))
-    assert (course.stopped, course.rounds, course.seconds) == ("budget", 2, 20.0)
+    facts = list(benchmark(engine(), TWO, "fp32", SHAPES, 0, sampling=Sampling(9, budget_s=75.0), course=course))
+    assert course.stopped == "budget"
+    assert sorted({len(fact.samples_ms) for fact in facts}) == [1, 2]  # 5 visits, then 3 more
+    assert bench.visits == 8
+
+
+def test_groups_are_multiplied_one_after_the_other(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
+    shapes: set[tuple[int, ...]] = set()
+    original = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: shapes.add((*a.shape, *b.shape)) or original(a, b))
+    facts = list(benchmark(engine(), TWO[:1], "fp32", [gemm(7, 8, 4, family="GroupedLinear", groups=2)], seed=0))
+    assert all(fact.failure is None for fact in facts)
+    assert shapes == {(4, 4, 4, 8), (3, 4, 4, 8), (4, 4, 4, 8), (4, 3, 3, 8)}
 
 
 def test_each_layer_has_a_state_of_its_own(bench: Any) -> None:
