@@ -230,7 +230,7 @@ def test_nothing_was_timed() -> None:
 
 def test_a_recipe_that_failed_everywhere_for_one_reason_has_no_column_but_the_reason() -> None:
     def fail(time: GemmTime) -> GemmTime:
-        return replace(time, samples_ms=(), failure="no kernel") if time.recipe == "fp8_block" else time
+        return replace(time, samples_ms=(), quantize_ms=(), failure="no kernel") if time.recipe == "fp8_block" else time
 
     table = gemm_table(made.changed(made.role_true(), fail), "role-true", "kernel")
     assert table.left_out == {"fp8_block": "no kernel"}
@@ -240,7 +240,11 @@ def test_a_recipe_that_failed_everywhere_for_one_reason_has_no_column_but_the_re
 
 def test_a_recipe_that_failed_for_several_reasons_keeps_its_column() -> None:
     def fail(time: GemmTime) -> GemmTime:
-        return replace(time, samples_ms=(), failure=f"no {time.role}") if time.recipe == "fp8_block" else time
+        return (
+            replace(time, samples_ms=(), quantize_ms=(), failure=f"no {time.role}")
+            if time.recipe == "fp8_block"
+            else time
+        )
 
     table = gemm_table(made.changed(made.role_true(), fail), "role-true", "kernel")
     assert table.left_out == {}
