@@ -56,9 +56,10 @@ class Case:
     """Why there is no expectation."""
     sums: tuple[int | None, int | None]
     """Measured bytes of weights' copies and of saved inputs."""
-    contradictions: list[str] = field(default_factory=list)
     by_allocator: list[str] = field(default_factory=list)
-    """Those of the contradictions that the allocator's counters made."""
+    """Contradictions by the allocator's counters."""
+    by_operands: list[str] = field(default_factory=list)
+    """Contradictions by the operands' bytes."""
     agreements: list[str] = field(default_factory=list)
     silences: list[str] = field(default_factory=list)
 

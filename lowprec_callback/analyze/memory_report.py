@@ -19,8 +19,8 @@ PHASES = ("start", "forward", "backward", "optimizer")
 def memory_report(case: Case, base: Case | None, ground: Ground) -> MemoryReport:
     """One recipe's part of the Report, once all that speaks for and against it is in `case`."""
     state: Literal["agrees", "contradicts", "silent"]
-    if case.contradictions:
-        state, texts = "contradicts", case.contradictions
+    if case.by_allocator or case.by_operands:
+        state, texts = "contradicts", [*case.by_allocator, *case.by_operands]
     elif case.agreements:
         state, texts = "agrees", [*case.agreements, *case.silences]
     else:
@@ -139,6 +139,11 @@ def nearest(value: float, ranges: Sequence[tuple[int, int]]) -> float:
 def signed(number: float) -> str:
     """`+1.23 GB`, `-4.20 MB`."""
     return f"{'-' if number < 0 else '+'}{size(abs(number))}"
+
+
+def compared(more: float, than: str | None = None) -> str:
+    """`1.23 GB more than bf16`, `4.20 MB less`."""
+    return f"{size(abs(more))} {'less' if more < 0 else 'more'}{f' than {than}' if than else ''}"
 
 
 def size(number: float) -> str:

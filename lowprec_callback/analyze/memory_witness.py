@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from lowprec_callback.analyze.memory_case import Case, Ground, Subject, cases_of, expect, slack
 from lowprec_callback.analyze.memory_model import WIDTHS, Held, Layer, possible_increases
-from lowprec_callback.analyze.memory_report import memory_report, nearest, no_counters, signed, size
+from lowprec_callback.analyze.memory_report import compared, memory_report, nearest, no_counters, size
 from lowprec_callback.analyze.precision import BITS, shown
 from lowprec_callback.analyze.stored_bytes import close, data_widths, features
 from lowprec_callback.report import MemoryReport
@@ -83,12 +83,12 @@ def _by_operands(case: Case, layers: Sequence[Layer], ground: Ground) -> None:
     if odd:
         widths = list(odd.values())
         most = max(set(widths), key=widths.count)
-        case.contradictions.append(
-            f"{len(odd)} of {len(seen)} weights reached their GEMM with {most:g} bytes of data a value, "
+        case.by_operands.append(
+            f"{len(odd)} of {len(seen)} weights reached their GEMM with {most:g} B of data a value, "
             f"not {asked:g} as {shown(case.precision)} has{_never(case.precision, most * 8)}"
         )
     elif seen:
-        case.agreements.append(f"{len(seen)} weights hold {asked:g} bytes of data a value, as asked")
+        case.agreements.append(f"{len(seen)} weights hold {asked:g} B of data a value, as asked")
 
 
 def _never(precision: str, bits: float) -> str:
@@ -113,21 +113,23 @@ def _by_allocator(case: Case, base: Case | None, layers: Sequence[Layer], ground
         for name, increases in _alternatives(case, base, base.expected, layers, ground)
         if _fits(more, increases, off)
     ]
-    told = f"the forward pass added {signed(more)} against {base.name}"
+    told, should = compared(more, base.name), compared(nearest(more, expected))
     if _fits(more, expected, off):
         if like:
             as_well = " and ".join(map(shown, like))
-            case.silences.append(f"{told}: as {shown(case.precision)} should, and as {as_well} would")
+            case.silences.append(
+                f"after forward it held {told}: so would {shown(case.precision)}, and so would {as_well}"
+            )
         else:
-            case.agreements.append(f"{told}, as it should")
+            case.agreements.append(f"after forward it held {told}, as it should")
     elif like:
         wide = max(like, key=lambda name: BITS[name])
         named = base.name if wide == base.precision else wide
         text = f"{case.name} held as many bytes as {named}{_never(case.precision, BITS[wide])}"
-        _contradict(case, f"{text} ({told}, should be {signed(nearest(more, expected))})")
+        case.by_allocator.append(f"{text} (after forward {told}, should be {should})")
     else:
         case.silences.append(
-            f"{told}, should be {signed(nearest(more, expected))}, and no recipe explains it: "
+            f"after forward it held {told}, should be {should}, and no recipe explains it: "
             "something that is not counted differs"
         )
 
@@ -155,6 +157,8 @@ def _by_pairs(cases: Sequence[Case]) -> None:
     """
     for narrow in cases:
         for wide in cases:
+            if narrow.by_allocator:  # once is enough
+                break
             bits = BITS.get(wide.precision, 0)
             if not 0 < BITS.get(narrow.precision, 0) < bits or narrow.expected is None or wide.expected is None:
                 continue
@@ -163,14 +167,8 @@ def _by_pairs(cases: Sequence[Case]) -> None:
             off, should = slack(narrow, wide), wide.expected.total - narrow.expected.total
             if abs(should) > APART * off and abs(wide.forward - narrow.forward) <= off:
                 text = f"{narrow.name} held as many bytes as {wide.name}{_never(narrow.precision, bits)}"
-                if not any(found.startswith(text) for found in narrow.contradictions):
-                    less = f"it should hold {size(abs(should))} {'less' if should > 0 else 'more'}"
-                    _contradict(narrow, f"{text} ({less})")
-
-
-def _contradict(case: Case, text: str) -> None:
-    case.contradictions.append(text)
-    case.by_allocator.append(text)
+                less = f"it should hold {size(abs(should))} {'less' if should > 0 else 'more'}"
+                narrow.by_allocator.append(f"{text} ({less})")
 
 
 def _fits(more: float, ranges: Sequence[tuple[int, int]], off: float) -> bool:

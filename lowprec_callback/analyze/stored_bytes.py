@@ -19,7 +19,7 @@ class StoredSight:
     """What the operands of one module and role hold."""
 
     text: str
-    """`weight 1.13, input 1.13 B a value`: all copies and scales."""
+    """`weight 1.125, input 0.562 B a value`: all copies and scales."""
     misfit: str | None = None
     """If an operand's data are not those of the format that its class names: a sentence."""
 
@@ -36,11 +36,11 @@ def stored_witness(dispatches: Iterable[Dispatch], gemms: Iterable[Gemm]) -> dic
         for name, operand, values in _operands(dispatch, sizes):
             if operand.stored is None or not values:  # of an empty batch nothing can be said
                 continue
-            texts.append(f"{name} {total(operand.stored) / values:.2f}")
+            texts.append(f"{name} {total(operand.stored) / values:.3f}")
             width = WIDTHS.get(operand.format)
             odd = next((each for each in data_widths(operand.stored, values) if width and not close(each, width)), None)
             if odd is not None:
-                held = f"{operand.format} by its class, but it holds {odd:g} bytes of data a value, not {width:g}"
+                held = f"{operand.format} by its class, but it holds {odd:g} B of data a value, not {width:g}"
                 misfits.append(f"{dispatch.module} {dispatch.role}: the {name} is {held}")
         if texts:
             sight = StoredSight(f"{', '.join(texts)} B a value", misfits[0] if misfits else None)

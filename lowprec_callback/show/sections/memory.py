@@ -23,28 +23,29 @@ _STYLES = {"agrees": parts.GOOD, "contradicts": parts.BAD, "silent": parts.DIM}
 
 
 def memory(report: Report, _width: int) -> list[RenderableType]:
-    """The phases of a step, what should be held beside what is, a sentence a recipe; or why there is nothing to tell."""
+    """The phases of a step, what should be held beside what is, a sentence a recipe; or why there is none."""
     told = [(recipe.name, recipe.memory) for recipe in report.recipes if recipe.memory is not None]
     if not told:
         return []
-    figures = [figure for _, part in told for figure in _figures(part) if figure.value is not None]
-    if not figures:
+    phases = [figure for _, part in told for figure in part.phases.values() if figure.known]
+    terms = [figure for _, part in told for term in part.terms for figure in (term.expected, term.measured)]
+    if not phases and not any(figure.known for figure in terms):
         reasons = dict.fromkeys(words.one_line(part.why) for _, part in told)
         return [parts.heading("Memory"), parts.paragraph(f"The memory witness is silent: {'; '.join(reasons)}.")]
-    small = max(abs(figure.value or 0.0) for figure in figures) < 1.0
     notes = Notes()
-    lines: list[RenderableType] = [parts.heading(f"Memory of one step, {'MB' if small else 'GB'}")]
-    if any(figure.known for _, part in told for figure in part.phases.values()):
-        lines.append(parts.indented(_phases(told, notes, small)))
-    if any(part.terms for _, part in told):
-        lines += [Text(), parts.indented(_terms(told, report.baseline, notes, small))]
+    lines: list[RenderableType] = []
+    if phases:
+        lines += [parts.heading(f"Memory of one step, {_unit(phases)}"), parts.indented(_phases(told, notes, phases))]
+    if any(figure.known for figure in terms):
+        title = f"What linear layers hold from forward to backward, {_unit(terms)}"
+        lines += [parts.heading(title), parts.indented(_terms(told, report.baseline, notes, terms))]
+    sentences = parts.entries([(name, _sentence(part)) for name, part in told])
     explained = [parts.paragraph(words.one_line(part.note)) for _, part in told if part.note]
-    return [*lines, *notes.lines(), *parts.entries([(name, _sentence(part)) for name, part in told]), *explained]
+    return [*lines, *notes.lines(), *sentences, *explained]
 
 
-def _figures(part: MemoryReport) -> list[Figure]:
-    terms = [figure for term in part.terms for figure in (term.expected, term.measured)]
-    return [*part.phases.values(), *terms]
+def _unit(figures: Sequence[Figure]) -> str:
+    return "GB" if any(abs(figure.value or 0.0) >= 1.0 for figure in figures) else "MB"
 
 
 def _sentence(part: MemoryReport) -> Text:
@@ -52,17 +53,19 @@ def _sentence(part: MemoryReport) -> Text:
     return text.append(f": {words.one_line(part.why)}", style="not dim")
 
 
-def _phases(told: Sequence[_Told], notes: Notes, small: bool) -> Table:
+def _phases(told: Sequence[_Told], notes: Notes, among: Sequence[Figure]) -> Table:
     """Live bytes of the watched step, from a clean state."""
+    unit = _unit(among)
     table = parts.table("\nrecipe", *PHASES.values())
     for name, part in told:
         missing = Figure.missing("GB", "it was not recorded")
-        table.add_row(Text(name), *(_cell(part.phases.get(phase, missing), notes, small) for phase in PHASES))
+        table.add_row(Text(name), *(_cell(part.phases.get(phase, missing), notes, unit) for phase in PHASES))
     return table
 
 
-def _terms(told: Sequence[_Told], baseline: str, notes: Notes, small: bool) -> Table:
+def _terms(told: Sequence[_Told], baseline: str, notes: Notes, among: Sequence[Figure]) -> Table:
     """Expected and measured side by side, for each term that a recipe has."""
+    unit = _unit(among)
     names = list(dict.fromkeys(term.name for _, part in told for term in part.terms))
     table = parts.table(
         "\n\nrecipe", *(f"{_short(name)}\n{what}" for name in names for what in ("expected", "measured"))
@@ -75,7 +78,7 @@ def _terms(told: Sequence[_Told], baseline: str, notes: Notes, small: bool) -> T
             if term is None:
                 row += [Text("" if recipe == baseline else notes.mark("no such part of it is known"))] * 2
             else:
-                row += [_cell(term.expected, notes, small, against), _cell(term.measured, notes, small, against)]
+                row += [_cell(term.expected, notes, unit, against), _cell(term.measured, notes, unit, against)]
         table.add_row(Text(recipe), *row)
     return table
 
@@ -86,9 +89,9 @@ def _short(name: str) -> str:
     return f"{first}\n{rest}"
 
 
-def _cell(figure: Figure, notes: Notes, small: bool, signed: bool = False) -> Text:
+def _cell(figure: Figure, notes: Notes, unit: str, signed: bool = False) -> Text:
     def write(known: Figure) -> str:
-        scaled = known.scaled(1000.0, "MB") if small else known
+        scaled = known.scaled(1000.0, "MB") if unit == "MB" else known
         return words.number(scaled, signed=signed) if scaled.value else "0"
 
     return notes.cell(figure, write)
