@@ -54,7 +54,7 @@ def no_counters(case: Case, base: Case | None, ground: Ground) -> str:
 
 def _phases(memory: Sequence[tuple[int, Memory]], ground: Ground) -> dict[str, Figure]:
     lines = {id(fact): line for line, fact in memory}
-    missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else "it was not recorded")
+    missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else "this phase was not recorded")
     phases: dict[str, Figure] = {}
     for name in PHASES:
         fact = first(memory, name)

@@ -6,13 +6,17 @@ contradict each other, memory among them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowprec_callback.analyze.summary import analyze
-from lowprec_callback.recording import Dispatch, Environment, Memory, Recording, Stored
-from lowprec_callback.report import RecipeReport, VerdictRow
+from lowprec_callback.recording import Dispatch, Environment, Memory, Model, Recording, Stored, encode, read
+from lowprec_callback.report import RecipeReport, VerdictRow, load_report
 
 from .blackwell import (
     BF16,
@@ -248,3 +252,67 @@ def test_nothing_measured_is_silent_with_the_reason() -> None:
     cpu = analyze(Recording.from_facts(on_cpu)).recipe("nvfp4").memory
     assert cpu is not None
     assert (cpu.state, cpu.why) == ("silent", "a CPU has no allocator counters")
+
+
+def test_the_memory_witness_survives_the_file(tmp_path: Path) -> None:
+    facts = list(recording(nvfp4=Ran.as_(MXFP8)))
+    path = tmp_path / "recording.jsonl"
+    path.write_text("".join(encode(fact) + "\n" for fact in facts), encoding="utf-8")
+    report = analyze(read(path))
+    assert read(path).of(Dispatch) == [fact for fact in facts if isinstance(fact, Dispatch)]
+    assert read(path).of(Memory) == [fact for fact in facts if isinstance(fact, Memory)]
+    report.save(tmp_path / "report.json")
+    assert load_report(tmp_path).recipe("nvfp4").memory == report.recipe("nvfp4").memory
+    # Recordings from before operands' bytes and what was asked of the allocator were recorded.
+    old = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for body in old:
+        body.pop("requested", None)
+        for name in ("weight_or_input", "other"):
+            body.get(name, {}).pop("stored", None)
+    path.write_text("".join(json.dumps(body) + "\n" for body in old), encoding="utf-8")
+    part = analyze(read(path)).recipe("nvfp4")
+    assert words(part) == {"fallback"}
+    assert all("memory" not in row.witnesses for row in reachable(part))
+    assert part.memory is not None
+    assert part.memory.state == "contradicts"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_whatever_part_of_a_run_there_is_memory_is_judged_or_silent_with_a_reason(data: st.DataObject) -> None:
+    ran = st.builds(Ran, *(st.sampled_from([None, BF16, MXFP8, NVFP4, BLOCK]) for _ in range(3)))
+    facts = list(recording(nvfp4=data.draw(ran), mxfp8=data.draw(ran)))
+    kept = facts[: data.draw(st.integers(1, len(facts)))]
+    for part in analyze(Recording.from_facts(kept)).recipes:
+        if part.memory is not None:
+            assert part.memory.state in ("agrees", "contradicts", "silent")
+            assert part.memory.why
+            if part.verdict is not None and part.memory.state == "agrees":
+                assert not any(text.startswith("memory:") for text in part.verdict.disagreements)
+        seen = {row.verdict for row in part.verdict.rows if set(row.witnesses) <= {"memory"}} if part.verdict else set()
+        assert "confirmed" not in seen
+
+
+def test_a_shape_that_was_not_captured_and_a_wide_backward_pass_silence_the_counters() -> None:
+    facts = list(recording(nvfp4=Ran.as_(NVFP4)))
+    longer = [replace(fact, m=fact.m + 32) if isinstance(fact, Dispatch) else fact for fact in facts]
+    why = analyze(Recording.from_facts(longer)).recipe("nvfp4").memory.why  # type: ignore[union-attr]
+    assert "had a shape that was not captured: layers.0.self_attention.layernorm_qkv fprop 8224x1024x3072" in why
+    wide = [
+        replace(fact, variables={"NVTE_BACKWARD_OVERRIDE": "high_precision"}) if isinstance(fact, Environment) else fact
+        for fact in facts
+    ]
+    why = analyze(Recording.from_facts(wide)).recipe("nvfp4").memory.why  # type: ignore[union-attr]
+    assert "NVTE_BACKWARD_OVERRIDE=high_precision changes what is saved" in why
+
+
+def test_another_engine_is_silent() -> None:
+    facts = [
+        replace(fact, engine="plain_torch") if isinstance(fact, Model) else fact
+        for fact in recording()
+        if not isinstance(fact, Dispatch)
+    ]
+    memory = analyze(Recording.from_facts(facts)).recipe("bf16").memory
+    assert memory is not None
+    assert memory.state == "silent"
+    assert "and it did not run this model" in memory.why

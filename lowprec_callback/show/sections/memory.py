@@ -38,7 +38,11 @@ def memory(report: Report, _width: int) -> list[RenderableType]:
         lines += [parts.heading(f"Memory of one step, {_unit(phases)}"), parts.indented(_phases(told, notes, phases))]
     if any(figure.known for figure in terms):
         title = f"What linear layers hold from forward to backward, {_unit(terms)}"
-        lines += [parts.heading(title), parts.indented(_terms(told, report.baseline, notes, terms))]
+        lines += [
+            *([Text()] if lines else []),
+            parts.heading(title),
+            parts.indented(_terms(told, report.baseline, notes, terms)),
+        ]
     sentences = parts.entries([(name, _sentence(part)) for name, part in told])
     explained = [parts.paragraph(words.one_line(part.note)) for _, part in told if part.note]
     return [*lines, *notes.lines(), *sentences, *explained]
@@ -58,7 +62,7 @@ def _phases(told: Sequence[_Told], notes: Notes, among: Sequence[Figure]) -> Tab
     unit = _unit(among)
     table = parts.table("\nrecipe", *PHASES.values())
     for name, part in told:
-        missing = Figure.missing("GB", "it was not recorded")
+        missing = Figure.missing("GB", "this phase was not recorded")
         table.add_row(Text(name), *(_cell(part.phases.get(phase, missing), notes, unit) for phase in PHASES))
     return table
 
