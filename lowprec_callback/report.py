@@ -261,8 +261,9 @@ class MemoryReport:
     why: str
     """What it saw, or why it says nothing, as a sentence."""
     phases: dict[str, Figure] = field(default_factory=dict)
-    """Live bytes of the allocator in the watched step [GB]: `start`, and at the end of `forward`, `backward` and
-    `optimizer`; `peak` is that step's."""
+    """`parameters` of the model, and live bytes of the allocator in the watched step [GB]: at its `start` (parameters,
+    optimizer state, what is left of gradients) and at the end of `forward`, `backward` and `optimizer`; `peak` is that
+    step's."""
     terms: tuple[MemoryTerm, ...] = ()
     note: str | None = None
     """If the recipe should hold more than the baseline: what, and that it is no fault."""

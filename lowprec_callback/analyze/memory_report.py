@@ -35,9 +35,9 @@ def memory_report(case: Case, base: Case | None, ground: Ground) -> MemoryReport
 
 
 def _nothing(case: Case, ground: Ground) -> str:
-    if case.why_not is not None:
-        return case.why_not
-    return NO_COUNTERS if ground.on_cpu else "no operand's bytes were recorded"
+    if ground.on_cpu:
+        return NO_COUNTERS
+    return case.why_not or "no operand's bytes were recorded"
 
 
 def no_counters(case: Case, base: Case | None, ground: Ground) -> str:
@@ -56,6 +56,8 @@ def _phases(memory: Sequence[tuple[int, Memory]], ground: Ground) -> dict[str, F
     lines = {id(fact): line for line, fact in memory}
     missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else "this phase was not recorded")
     phases: dict[str, Figure] = {}
+    if ground.parameter_bytes:
+        phases["parameters"] = Figure(ground.parameter_bytes / GB, "GB", "measured", facts=ground.parameter_facts)
     for name in PHASES:
         fact = first(memory, name)
         phases[name] = missing

@@ -320,7 +320,9 @@ def _memory(facts: _Facts) -> dict[str, Testimony]:
         te=facts.te,
         on_cpu=facts.on_cpu,
         compute_capability=environment.compute_capability if environment else None,
-        bytes_a_parameter=model.parameter_bytes / model.parameters if model and model.parameters else None,
+        parameters=model.parameters if model else 0,
+        parameter_bytes=model.parameter_bytes if model else 0,
+        parameter_facts=lines_of("model", [line for line, _ in facts.recording.lines(Model)][-1:]),
     )
     subjects = [
         Subject(card, facts.memory.get(name, []), facts.dispatches.get(name, []), _override(facts, card))

@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowprec_callback.analyze.memory_case import Ground, Subject, expect
+from lowprec_callback.analyze.memory_model import layers_of
 from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.recording import Dispatch, Environment, Memory, Model, Recording, Stored, encode, read
 from lowprec_callback.report import RecipeReport, VerdictRow, load_report
+from lowprec_callback.show.console import as_text
 
 from .blackwell import (
     BF16,
@@ -31,6 +34,7 @@ from .blackwell import (
     held,
     recording,
 )
+from .recordings import BF16_CARD, Linear, cpu_facts, gemms
 
 
 def judged(recipe: str = "nvfp4", **recipes: Ran) -> RecipeReport:
@@ -235,7 +239,14 @@ def test_the_phases_are_those_of_the_watched_step() -> None:
     phases = {name: figure.value for name, figure in part.memory.phases.items()}
     after = (ELSEWHERE + held(NVFP4)) / 1e9
     assert phases == pytest.approx(
-        {"start": 2.0003, "forward": after + 0.0003, "backward": 3.0003, "optimizer": 2.0003, "peak": after + 0.1}
+        {
+            "parameters": 0.2,
+            "start": 2.0003,
+            "forward": after + 0.0003,
+            "backward": 3.0003,
+            "optimizer": 2.0003,
+            "peak": after + 0.1,
+        }
     )
     assert all(figure.facts for figure in part.memory.phases.values())
 
@@ -252,6 +263,18 @@ def test_nothing_measured_is_silent_with_the_reason() -> None:
     cpu = analyze(Recording.from_facts(on_cpu)).recipe("nvfp4").memory
     assert cpu is not None
     assert (cpu.state, cpu.why) == ("silent", "a CPU has no allocator counters")
+    real = analyze(Recording.from_facts(cpu_facts()))
+    assert {part.memory.why for part in real.recipes if part.memory} == {"a CPU has no allocator counters"}
+    assert "The memory witness is silent: a CPU has no allocator counters." in as_text(real, 100)
+
+
+def test_parameters_in_fp32_are_cast_for_bf16() -> None:
+    captured = gemms([Linear("qkv", 512, 256, 1024, "LayerNormLinear")])
+    layers, _ = layers_of(captured, 1)
+    subject = Subject(BF16_CARD, [], [])
+    for bytes_each, expected in ((4, 2 * 256 * 1024), (2, 0)):
+        ground = Ground(captured, 1, True, False, (10, 0), parameters=10, parameter_bytes=10 * bytes_each)
+        assert expect(BF16_CARD, subject, subject, layers, ground).weights == expected
 
 
 def test_the_memory_witness_survives_the_file(tmp_path: Path) -> None:

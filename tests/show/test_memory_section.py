@@ -30,7 +30,7 @@ def gb(value: float) -> Figure:
 
 
 def phases(*values: float) -> dict[str, Figure]:
-    names = ("start", "forward", "backward", "optimizer", "peak")
+    names = ("parameters", "start", "forward", "backward", "optimizer", "peak")
     return {name: gb(value) for name, value in zip(names, values, strict=True)}
 
 
@@ -64,7 +64,7 @@ def report(scale: float = 1.0) -> Report:
             MemoryReport(
                 "agrees",
                 "96 weights hold 2 B of data a value, as asked",
-                of(58.1, 112.4, 67.9, 58.1, 114.0),
+                of(9.7, 58.1, 112.4, 67.9, 58.1, 114.0),
                 pairs((0.0, 0.0), (21.84, 21.84)),
             ),
         ),
@@ -73,7 +73,7 @@ def report(scale: float = 1.0) -> Report:
             MemoryReport(
                 "agrees",
                 f"{AGREES} 2.34 GB more than bf16, as it should",
-                of(58.1, 114.7, 67.9, 58.1, 116.9),
+                of(9.7, 58.1, 114.7, 67.9, 58.1, 116.9),
                 pairs((9.97, 9.97), (19.20, 19.20), (2.34, 2.34)),
                 "mxfp8 holds 2.34 GB more after forward than bf16: copies of weights +9.97 GB, beside the parameters; "
                 "saved inputs -2.64 GB. Expected, no fault.",
@@ -85,7 +85,7 @@ def report(scale: float = 1.0) -> Report:
                 "contradicts",
                 "nvfp4 held as many bytes as mxfp8: FP4 was never stored (after forward 2.34 GB more than bf16, should "
                 "be 10.93 GB less)",
-                of(58.1, 114.7, 67.9, 58.1, 116.9),
+                of(9.7, 58.1, 114.7, 67.9, 58.1, 116.9),
                 pairs((5.44, 9.97), (10.48, 19.20), (-10.93, 2.34)),
             ),
         ),
@@ -134,7 +134,9 @@ def test_it_stands_on_the_page_below_the_verdict() -> None:
 
 def test_nothing_measured_is_one_line_and_an_old_report_says_nothing() -> None:
     missing = Figure.missing("GB", "a CPU has no allocator counters")
-    silent = MemoryReport("silent", "a CPU has no allocator counters", {"start": missing, "peak": missing})
+    silent = MemoryReport(
+        "silent", "a CPU has no allocator counters", {"parameters": gb(9.7), "start": missing, "peak": missing}
+    )
     cpu = replace(report(), recipes=(part("fp32", silent), part("bf16", silent)))
     assert rendered(cpu, 80) == "Memory\n  The memory witness is silent: a CPU has no allocator counters.\n"
     assert memory(replace(report(), recipes=(part("bf16", None),)), 80) == []

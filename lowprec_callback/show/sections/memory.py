@@ -16,7 +16,12 @@ from lowprec_callback.show.sections.parts import Notes
 _Told = tuple[str, MemoryReport]
 """A recipe's name and its part."""
 
-PHASES = {"start": "at the\nstart", "forward": "after\nforward", "backward": "after\nbackward"}
+PHASES = {
+    "parameters": "para-\nmeters",
+    "start": "at the\nstart",
+    "forward": "after\nforward",
+    "backward": "after\nbackward",
+}
 PHASES |= {"optimizer": "after\noptimizer", "peak": "\npeak"}
 
 _STYLES = {"agrees": parts.GOOD, "contradicts": parts.BAD, "silent": parts.DIM}
@@ -27,7 +32,9 @@ def memory(report: Report, _width: int) -> list[RenderableType]:
     told = [(recipe.name, recipe.memory) for recipe in report.recipes if recipe.memory is not None]
     if not told:
         return []
-    phases = [figure for _, part in told for figure in part.phases.values() if figure.known]
+    counted = [(name, figure) for _, part in told for name, figure in part.phases.items() if figure.known]
+    # The size of the model alone is no measurement of a recipe.
+    phases = [figure for _, figure in counted] if any(name != "parameters" for name, _ in counted) else []
     terms = [figure for _, part in told for term in part.terms for figure in (term.expected, term.measured)]
     if not phases and not any(figure.known for figure in terms):
         reasons = dict.fromkeys(words.one_line(part.why) for _, part in told)
