@@ -329,6 +329,20 @@ class Trace(Fact):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Bytes in the buffers of one operand, at the moment when it reached the GEMM; summed over a group's matrices."""
+
+    rowwise: int
+    """Of the row-wise copy, or of the only one."""
+    columnwise: int
+    """Of the column-wise (transposed) copy."""
+    scales: int
+    """Of the scales and amax values of all copies."""
+    parameter: bool = False
+    """Whether the buffers are those of a parameter of the model: then the operand takes no memory of its own."""
+
+
+@dataclass(frozen=True)
 class Operand:
     """One operand of a GEMM as the library got it."""
 
@@ -340,6 +354,8 @@ class Operand:
     """none, tensor-delayed, tensor-current, tensor (which is not known), block-128, mx-32, nvfp4-16."""
     quantizer: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    stored: Stored | None = None
+    """What it holds in memory; None where that was not read (products of PyTorch's own, grouped tensors)."""
 
 
 @dataclass(frozen=True)
@@ -376,12 +392,16 @@ class Memory(Fact):
     kind: ClassVar[str] = "memory"
     recipe: str
     round: int
-    phase: Literal["start", "forward", "backward", "step"]
+    phase: Literal["start", "forward", "backward", "optimizer", "step"]
+    """`start`: before the watched step of a recipe, from a clean state. `forward` and `backward` come once a
+    micro-batch. `step`: at the end of a block of timed steps."""
     allocated: int
     """Live bytes at the end of the phase."""
     peak: int
-    """Highest live bytes within the phase (`step`: within the whole step)."""
+    """Highest live bytes within the phase (`step`: within all steps of the block)."""
     reserved: int
+    requested: int | None = None
+    """Live bytes at the end of the phase as they were asked for, without the allocator's rounding."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class VerdictRow:
     verdict: VerdictWord
     why: str
     witnesses: dict[str, str] = field(default_factory=dict)
-    """Witness name to what it saw: operands, kernels (later: cublaslt, memory)."""
+    """Witness name to what it saw: operands, kernels, memory (later: cublaslt)."""
     share: float = 0.0
     """Share of the step's linear-layer FLOPs."""
 
@@ -245,6 +245,31 @@ class ScaleRow:
 
 
 @dataclass(frozen=True)
+class MemoryTerm:
+    """Something that a recipe holds in memory: what it should be by formula, and what was measured [GB = 1e9 bytes]."""
+
+    name: str
+    expected: Figure
+    measured: Figure
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory witness of one recipe."""
+
+    state: Literal["agrees", "contradicts", "silent"]
+    why: str
+    """What it saw, or why it says nothing, as a sentence."""
+    phases: dict[str, Figure] = field(default_factory=dict)
+    """`parameters` of the model, and live bytes of the allocator in the watched step [GB]: at its `start` (parameters,
+    optimizer state, what is left of gradients) and at the end of `forward`, `backward` and `optimizer`; `peak` is that
+    step's."""
+    terms: tuple[MemoryTerm, ...] = ()
+    note: str | None = None
+    """If the recipe should hold more than the baseline: what, and that it is no fault."""
+
+
+@dataclass(frozen=True)
 class RecipeReport:
     """Everything about one recipe."""
 
@@ -267,6 +292,7 @@ class RecipeReport:
     """All linear-layer GEMMs of one step, kernel-only benchmark."""
     gemm_autocast_ms: Figure = Figure(None, "ms", reason="not run")
     verdict: Verdict | None = None
+    memory: MemoryReport | None = None
     scales: tuple[ScaleRow, ...] = ()
     loss: Figure = Figure(None, "nats", reason="not recorded")
     clocks: str | None = None

@@ -207,9 +207,9 @@ class Sweep:
         elif self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
 
-    def _use(self, card: RecipeCard) -> None:
-        """Switch to a recipe, from a clean state."""
-        if self.card is not card:
+    def _use(self, card: RecipeCard, afresh: bool = False) -> None:
+        """Switch to a recipe, from a clean state; with `afresh`, even if it is the one that runs."""
+        if afresh or self.card is not card:
             self.engine.switch()
             memory.clean(self.engine.device)
         self.card = card
@@ -265,7 +265,7 @@ class Sweep:
 
     def _traced(self, card: RecipeCard) -> Steps:
         """A step that watches operands and memory, then steps that only the profiler watches."""
-        self._use(card)
+        self._use(card, afresh=True)
         self._what = f"tracing {card.name}"
         device = self.engine.device
         log = GemmLog(self.engine.linear_layers())
@@ -340,10 +340,11 @@ class Sweep:
         self._nvtx_depth -= 1
 
     def _read_phase_memory(self) -> None:
-        finished = self._phase_name
-        if self._memory_of is not None and finished in ("forward", "backward"):
-            phase: Literal["forward", "backward"] = "forward" if finished == "forward" else "backward"
-            self.recorder.add(*memory.read(self.engine.device, self._memory_of, ALL_ROUNDS, phase))
+        phases: tuple[memory.Phase, ...] = ("forward", "backward", "optimizer")
+        for phase in phases:
+            if self._memory_of is not None and self._phase_name == phase:
+                self.recorder.add(*memory.read(self.engine.device, self._memory_of, ALL_ROUNDS, phase))
+                memory.reset_peak(self.engine.device)
 
     def _record_loss(self, recipe: str, round_: int) -> None:
         if isinstance(self._loss, torch.Tensor) and self._loss.numel() == 1:

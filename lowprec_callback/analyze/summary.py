@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
+from lowprec_callback.analyze.memory_case import Ground, Subject
+from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import Scene, headline, reading
 from lowprec_callback.analyze.slow_paths import slow_paths
@@ -61,7 +63,8 @@ def analyze(recording: Recording) -> Report:
     """The whole answer. Raises nothing for a Recording that `recording.read` accepts, however short."""
     facts = _Facts(recording)
     measured = {name: _measure(name, facts) for name in facts.recipes}
-    recipes = tuple(_report(name, facts, measured) for name in facts.recipes)
+    testimonies = _memory(facts)
+    recipes = tuple(_report(name, facts, measured, testimonies.get(name)) for name in facts.recipes)
     status, why = status_of(recording)
     base = next((part for part in recipes if part.baseline), None)
     void = {name: f"{part.bad_loss}" for name, part in measured.items() if part.bad_loss is not None}
@@ -223,7 +226,7 @@ def _host(name: str, facts: _Facts) -> Figure:
     return Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, lines)
 
 
-def _report(name: str, facts: _Facts, measured: dict[str, _Measured]) -> RecipeReport:
+def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony: Testimony | None) -> RecipeReport:
     card = facts.cards.get(name)
     title = card.title if card else name
     is_baseline = name == facts.baseline
@@ -260,7 +263,8 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured]) -> RecipeR
         gemms=part.bench.rows,
         gemm_kernel_ms=part.bench.kernel,
         gemm_autocast_ms=part.bench.autocast,
-        verdict=_verdict(name, facts, part, card),
+        verdict=_verdict(name, facts, part, card, testimony),
+        memory=testimony.report if testimony else None,
         scales=scale_rows(facts.scales.get(name, [])),
         loss=last_loss(name, losses),
         clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
@@ -297,17 +301,46 @@ def _no_ratio(missing: Figure) -> Figure:
     return Figure.missing("x", missing.reason or "no step was timed")
 
 
-def _verdict(name: str, facts: _Facts, part: _Measured, card: Card | None) -> Verdict | None:
-    if card is None:
-        return None
+def _override(facts: _Facts, card: Card) -> str | None:
+    """Who asked for a wide backward pass, if anyone did."""
     variable = facts.variables.get("NVTE_BACKWARD_OVERRIDE")
     argument = card.arguments.get("backward_override")
-    override = f"NVTE_BACKWARD_OVERRIDE={variable}" if variable else None
-    if override is None and argument:
-        override = f"backward_override={argument}"
+    if variable:
+        return f"NVTE_BACKWARD_OVERRIDE={variable}"
+    return f"backward_override={argument}" if argument else None
+
+
+def _memory(facts: _Facts) -> dict[str, Testimony]:
+    """The memory witness on every recipe that ran."""
+    environment, model = facts.recording.last(Environment), facts.recording.last(Model)
+    plan = facts.recording.last(Plan)
+    ground = Ground(
+        gemms=[gemm for _, gemm in facts.gemms],
+        micro_batches=plan.micro_batches if plan else 1,
+        te=facts.te,
+        on_cpu=facts.on_cpu,
+        compute_capability=environment.compute_capability if environment else None,
+        parameters=model.parameters if model else 0,
+        parameter_bytes=model.parameter_bytes if model else 0,
+        parameter_facts=lines_of("model", [line for line, _ in facts.recording.lines(Model)][-1:]),
+    )
+    subjects = [
+        Subject(card, facts.memory.get(name, []), facts.dispatches.get(name, []), _override(facts, card))
+        for name, card in facts.cards.items()
+        if facts.refused(name) is None
+    ]
+    return memory_witness(ground, subjects, facts.baseline or "")
+
+
+def _verdict(
+    name: str, facts: _Facts, part: _Measured, card: Card | None, testimony: Testimony | None
+) -> Verdict | None:
+    if card is None:
+        return None
+    override = _override(facts, card)
     if name == facts.baseline and not card.baseline:
         card = Card(**{**card.__dict__, "baseline": True})
-    return verdict(
+    found = verdict(
         facts.gemms,
         facts.dispatches.get(name, []),
         {} if facts.on_cpu else kernel_witness(part.views, facts.book),
@@ -315,3 +348,5 @@ def _verdict(name: str, facts: _Facts, part: _Measured, card: Card | None) -> Ve
         facts.book.contradictions.get(name, ()),
         () if facts.on_cpu else slow_paths(part.views),
     )
+    against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
+    return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.stored_bytes import stored_witness
 from lowprec_callback.analyze.verdict_summary import summary
 from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place, kernel_place
 from lowprec_callback.recording import Card, Dispatch, Gemm
@@ -47,6 +48,7 @@ def verdict(
     """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
     captured = [gemm for _, gemm in gemms]
     witness = OperandWitness.of((fact for _, fact in dispatches), captured)
+    memory = stored_witness((fact for _, fact in dispatches), captured)
     shapes = Counter((gemm.module, gemm.role) for gemm in captured)
     total = math.fsum(flops(gemm) for gemm in captured)
     quantized_forward = {
@@ -68,10 +70,14 @@ def verdict(
         sight = kernels.get(kernel_place(gemm, kernels)) if audit.kernels_speak else None
         neighbours = [outcome for found in sharers[kernel_place(gemm, kernels)] for outcome in found]
         clash = _clash(gemm, Operands.asked(audit.card, gemm.role), neighbours, sight)
+        stored = memory.get(place)
+        clash = clash or (stored.misfit if stored else None)
         if clash:
             disagreements.append(clash)
         seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward)
         for finding in _findings(gemm, seen, audit):
+            if stored and "operands" in finding.witnesses:
+                finding.witnesses["memory"] = stored.text
             rows.append(_row(gemm, finding, audit, total))
             reachable.append(gemm.quantizable)
     strangers = sorted({place for place in witness.found if place not in shapes})

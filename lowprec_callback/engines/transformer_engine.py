@@ -22,7 +22,7 @@ from torch import nn
 
 from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Replay, Weight
 from lowprec_callback.engines.plain_torch import plain_linears
-from lowprec_callback.measure.dispatch import Call, watch_entries
+from lowprec_callback.measure.dispatch import Call, storages, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
 from lowprec_callback.recording import Scales
 
@@ -246,7 +246,8 @@ class TransformerEngineEngine(Engine):
         replay: Replay | None = None,
     ) -> AbstractContextManager[None]:
         """See `Engine.watch`."""
-        return watch_entries(self._loaded.tex, current, calls, around, replay)
+        owned = storages(self.model.parameters()) if calls is not None else ()
+        return watch_entries(self._loaded.tex, current, calls, around, replay, owned)
 
     def in_region(self, path: str) -> bool | None:
         """TE notes on each module whether its last forward was quantized."""

@@ -17,16 +17,16 @@ TN = fprop (Y = X W^T), NN = dgrad (dX = dY W), NT = wgrad (dW = dY^T X, A = X, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import Operand, Role
+from lowprec_callback.recording import Operand, Role, Stored
 
 ENTRY = "generic_gemm"
 GROUPED_ENTRIES = (
@@ -169,6 +169,57 @@ def shape_of(operand: Any) -> tuple[int, int]:
     raise ValueError(f"{name} holds no data that this version knows")
 
 
+_ROWWISE = ("_data", "_rowwise_data")
+_COLUMNWISE = ("_transpose", "_columnwise_data")
+_SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
+"""The buffers of TE's storages by what they hold, over all classes."""
+
+
+def stored(operands: Any, owned: Collection[int] = ()) -> Stored | None:
+    """What an operand (or each of a group's, together) holds in memory; None if it has no buffer that we know.
+
+    `owned` are the addresses of the storages of the model's parameters (see `storages`).
+    """
+    found = operands if isinstance(operands, list | tuple) else [operands]
+    if not all(_buffers(each, (*_ROWWISE, *_COLUMNWISE)) for each in found):
+        return None
+    data = [buffer for each in found for buffer in _buffers(each, (*_ROWWISE, *_COLUMNWISE))]
+    return Stored(
+        rowwise=_bytes(found, _ROWWISE),
+        columnwise=_bytes(found, _COLUMNWISE),
+        scales=_bytes(found, _SCALES),
+        parameter=bool(owned) and all(_address(buffer) in owned for buffer in data),
+    )
+
+
+def storages(tensors: Iterable[Any]) -> frozenset[int]:
+    """The addresses of what these tensors hold their data in, quantized ones included.
+
+    A tensor that has none of its own (a shard in a wrapper, a meta tensor) is left out.
+    """
+    found: set[int] = set()
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError):
+            found.update(_address(buffer) for buffer in _buffers(tensor, (*_ROWWISE, *_COLUMNWISE)))
+    return frozenset(found - {0})
+
+
+def _buffers(operand: Any, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Those buffers of an operand that there are; a plain tensor is its own, as if its name were `_data`."""
+    if isinstance(operand, torch.Tensor) and not hasattr(operand, "_quantizer"):
+        return [operand] if "_data" in names else []
+    found = (getattr(operand, name, None) for name in names)
+    return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]
+
+
+def _bytes(operands: Iterable[Any], names: tuple[str, ...]) -> int:
+    return sum(buffer.numel() * buffer.element_size() for each in operands for buffer in _buffers(each, names))
+
+
+def _address(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage().data_ptr()
+
+
 @contextmanager
 def watch_entries(
     tex: Any,
@@ -176,6 +227,7 @@ def watch_entries(
     sink: Callable[[Call], None] | None = None,
     around: Callable[[Scope | None, Role, Sizes], Any] | None = None,
     replay: Callable[[Role, Callable[[], Any]], None] | None = None,
+    owned: Collection[int] = (),
 ) -> Iterator[None]:
     """Replace TE's GEMM entries while the context lasts.
 
@@ -187,6 +239,7 @@ def watch_entries(
             role, and the forward GEMM's sizes.
         replay: gets the role and a function that makes the very same call again, before it is made for real: the
             benchmark times the GEMM alone that way, with the operands that training gave it.
+        owned: the addresses of the storages of the model's parameters, to tell them from copies (see `storages`).
     """
     originals = {name: getattr(tex, name) for name in (ENTRY, *GROUPED_ENTRIES) if hasattr(tex, name)}
 
@@ -196,7 +249,7 @@ def watch_entries(
             layout = _layout(args)
             role = ROLE_OF_LAYOUT.get(layout)
             if role is not None and sink is not None:
-                call = _read_call(name, args, kwargs, scope, role, layout)
+                call = _read_call(name, args, kwargs, scope, role, layout, owned)
                 if call is not None:
                     sink(call)
             if role is not None and replay is not None:
@@ -233,7 +286,13 @@ def _sizes(args: tuple[Any, ...], role: Role) -> Sizes:
 
 
 def _read_call(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope | None, role: Role, layout: str
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    scope: Scope | None,
+    role: Role,
+    layout: str,
+    owned: Collection[int],
 ) -> Call | None:
     """Read one call's operands; None if this version of TE passes them in a way that we do not know."""
     try:
@@ -248,8 +307,8 @@ def _read_call(
             k=k,
             n=n,
             layout=layout,
-            first=describe(_one_of(args[0])),
-            second=describe(_one_of(args[2])),
+            first=replace(describe(_one_of(args[0])), stored=stored(args[0], owned)),
+            second=replace(describe(_one_of(args[2])), stored=stored(args[2], owned)),
             output=format_of(output.dtype) if isinstance(output, torch.Tensor) else _te_dtype(out_dtype),
             # The entries for grouped tensors pass a factor in device memory instead, which is not read.
             accumulate=bool(args[14]) if name in (ENTRY, GROUPED_ENTRIES[0]) and len(args) > 14 else False,

@@ -9,7 +9,7 @@ import torch
 
 from lowprec_callback.recording import Memory
 
-Phase = Literal["start", "forward", "backward", "step"]
+Phase = Literal["start", "forward", "backward", "optimizer", "step"]
 
 
 def clean(device: torch.device) -> None:
@@ -29,6 +29,8 @@ def read(device: torch.device, recipe: str, round_: int, phase: Phase) -> list[M
     """The allocator's counters now; empty on a CPU."""
     if device.type != "cuda":
         return []
+    # A block can be larger than what was asked for, by up to a MiB; not every allocator backend counts the latter.
+    requested = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
     return [
         Memory(
             recipe,
@@ -37,5 +39,6 @@ def read(device: torch.device, recipe: str, round_: int, phase: Phase) -> list[M
             allocated=torch.cuda.memory_allocated(device),
             peak=torch.cuda.max_memory_allocated(device),
             reserved=torch.cuda.memory_reserved(device),
+            requested=requested or None,
         )
     ]

@@ -25,6 +25,7 @@ from lowprec_callback.measure.dispatch import Call
 from lowprec_callback.measure.scopes import ModuleScopes
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.recipes import RecipeCard, load_cards
+from lowprec_callback.recording import Stored
 from tests.engines import fake_te
 from tests.engines.fake_te import Fake
 
@@ -488,6 +489,18 @@ def watched(model: nn.Module, recipe: RecipeCard, x: torch.Tensor) -> GemmLog:
             y = model(x)
         y.sum().backward()
     return log
+
+
+def test_a_watched_step_shows_what_each_operand_holds(fake: Fake) -> None:
+    model = nn.Sequential(fake_te.Linear(fake, 8, 24))
+    x = torch.randn(6, 8)
+    for recipe, weight, grad in (
+        ("bf16", Stored(4 * 24 * 8, 0, 0, parameter=True), Stored(4 * 6 * 24, 0, 0)),
+        ("fp8_current", Stored(24 * 8, 0, 0), Stored(6 * 24, 0, 0)),
+    ):
+        found = {fact.role: fact for fact in watched(model, CARDS[recipe], x).dispatches(recipe, lambda _path: None)}
+        assert found["fprop"].weight_or_input.stored == weight
+        assert found["wgrad"].other.stored == grad
 
 
 def test_a_watched_step_shows_every_gemm_with_its_layer(fake: Fake) -> None:

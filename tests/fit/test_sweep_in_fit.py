@@ -20,6 +20,7 @@ from lightning.pytorch import Callback
 
 from lowprec_callback import load_report
 from lowprec_callback.analyze.summary import analyze
+from lowprec_callback.measure import memory
 from lowprec_callback.plan import Settings
 from lowprec_callback.recording import (
     Dispatch,
@@ -27,6 +28,7 @@ from lowprec_callback.recording import (
     Gemm,
     GemmTime,
     Loss,
+    Memory,
     Plan,
     Problem,
     Recording,
@@ -456,3 +458,28 @@ def test_a_report_that_cannot_be_made_does_not_hurt_the_training(
     assert module.steps == 40
     assert "planted" in capsys.readouterr().err
     assert not [fact for fact in recording_of(tmp_path).of(Problem) if "planted" in fact.message]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_phases_of_memory_are_read_in_the_watched_step_of_each_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """A CPU has no counters; made-up ones show when they are read, and that each recipe begins from a clean state."""
+    events: list[str] = []
+
+    def read(_device: torch.device, recipe: str, round_: int, phase: memory.Phase) -> list[Memory]:
+        events.append(phase)
+        return [Memory(recipe, round_, phase, allocated=1, peak=2, reserved=3)]
+
+    monkeypatch.setattr(memory, "read", read)
+    monkeypatch.setattr(memory, "reset_peak", lambda _device: events.append("reset"))
+    monkeypatch.setattr(memory, "clean", lambda _device: events.append("clean"))
+    run = trainer(tmp_path, profiler(tmp_path), steps=40, accumulate_grad_batches=accumulate)
+    run.fit(Tiny(), loader(40 * accumulate))
+    watched = [fact for fact in recording_of(tmp_path).of(Memory) if fact.round == -1]
+    one = ["start", *["forward", "backward"] * accumulate, "optimizer"]
+    assert [(fact.recipe, fact.phase) for fact in watched] == [
+        (recipe, phase) for recipe in ("fp32", "bf16") for phase in one
+    ]
+    text = " ".join(events)
+    assert text.count("clean reset " + " ".join(["start", *(f"{phase} reset" for phase in one[1:])])) == 2

@@ -24,10 +24,12 @@ from lowprec_callback.measure.dispatch import (
     product_of,
     shape_of,
     sizes_of,
+    storages,
+    stored,
     watch_entries,
 )
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import Operand, Role
+from lowprec_callback.recording import Operand, Role, Stored
 from tests.engines import fake_te
 from tests.engines.fake_te import (
     DType,
@@ -132,6 +134,51 @@ class Pybind:
 )
 def test_operands_are_described_by_their_class(operand: Any, expected: Operand) -> None:
     assert describe(operand) == expected
+
+
+SCALE = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("operand", "expected"),
+    [
+        (torch.ones(2, 3, dtype=torch.bfloat16), Stored(12, 0, 0)),
+        (Float8TensorStorage(_data=bytes_of(4, 2), _transpose=bytes_of(2, 4), _scale_inv=SCALE[:1]), Stored(8, 8, 4)),
+        (Float8TensorStorage(_data=None, _transpose=bytes_of(2, 4), _scale_inv=SCALE[:1]), Stored(0, 8, 4)),
+        (Float8Tensor((4, 2)), Stored(8, 0, 0)),
+        (
+            NVFP4TensorStorage(
+                _rowwise_data=bytes_of(4, 8), _columnwise_data=bytes_of(16, 2), _rowwise_scale_inv=bytes_of(128, 4),
+                _columnwise_scale_inv=bytes_of(128, 4), _amax_rowwise=SCALE[:1], _amax_columnwise=SCALE[:1],
+            ),
+            Stored(32, 32, 2 * 128 * 4 + 8),
+        ),
+        (MXFP8TensorStorage(_rowwise_data=None, _columnwise_data=None), None),
+        ([torch.ones(2, 3), torch.ones(1, 3)], Stored(36, 0, 0)),
+        ([torch.ones(2, 3), Float8TensorStorage()], None),
+        (GroupedTensorStorage((6, 4), 3), None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_what_an_operand_holds_in_memory(operand: Any, expected: Stored | None) -> None:
+    assert stored(operand) == expected
+
+
+def test_a_parameter_is_told_from_a_copy_of_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 6))
+    quantized = Float8Tensor((4, 2))
+    owned = storages([weight, quantized, torch.empty(0), torch.ones(3, device="meta")])
+    assert len(owned) == 2
+    for operand, expected in (
+        (weight, True),
+        (weight.detach()[:2], True),  # a view, as where several parameters are used as one
+        (weight.bfloat16(), False),
+        (quantized, True),
+        (Float8TensorStorage(_data=quantized._data, _transpose=bytes_of(2, 4)), False),
+    ):
+        found = stored(operand, owned)
+        assert found is not None
+        assert found.parameter is expected
 
 
 def test_every_type_has_a_name() -> None:
@@ -274,8 +321,8 @@ def test_a_call_is_seen_and_goes_through_unchanged(tex: Tex) -> None:
             k=4,
             n=5,
             layout="TN",
-            first=Operand("Tensor", "fp32", "none"),
-            second=Operand("Tensor", "bf16", "none"),
+            first=Operand("Tensor", "fp32", "none", stored=Stored(80, 0, 0)),
+            second=Operand("Tensor", "bf16", "none", stored=Stored(48, 0, 0)),
             output="bf16",
             accumulate=False,
             bias=True,

@@ -156,4 +156,9 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.clean(CUDA)
     memory.reset_peak(CUDA)
     assert called == ["empty", "reset"]
-    assert memory.read(CUDA, "bf16", 1, "forward") == [Memory("bf16", 1, "forward", allocated=10, peak=30, reserved=40)]
+    stats = {"requested_bytes.all.current": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    expected = Memory("bf16", 1, "forward", allocated=10, peak=30, reserved=40, requested=9)
+    assert memory.read(CUDA, "bf16", 1, "forward") == [expected]
+    stats.clear()  # an allocator that does not count what was asked for
+    assert memory.read(CUDA, "bf16", 1, "forward")[0].requested is None

@@ -12,6 +12,8 @@ from lowprec_callback.report import (
     GapTerm,
     GemmRow,
     Ledger,
+    MemoryReport,
+    MemoryTerm,
     RecipeReport,
     Report,
     Speedups,
@@ -77,6 +79,25 @@ VERDICTS = st.builds(
     slow_paths=st.lists(REASONS, max_size=2).map(tuple),
 )
 
+PHASES = ("start", "forward", "backward", "optimizer", "peak")
+
+MEMORIES = st.builds(
+    MemoryReport,
+    state=st.sampled_from(["agrees", "contradicts", "silent"]),
+    why=REASONS,
+    phases=st.dictionaries(st.sampled_from(PHASES), figures("GB", 200.0)),
+    terms=st.lists(
+        st.builds(
+            MemoryTerm,
+            name=st.sampled_from(["copies of weights", "saved inputs", "forward, against bf16"]),
+            expected=figures("GB", 9.0, signed=True),
+            measured=figures("GB", 9.0, signed=True),
+        ),
+        max_size=3,
+    ).map(tuple),
+    note=st.none() | REASONS,
+)
+
 GEMMS = st.builds(
     GemmRow,
     operation=st.sampled_from(["layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]),
@@ -126,6 +147,7 @@ def recipes(name: str) -> st.SearchStrategy[RecipeReport]:
         gemm_kernel_ms=figures(),
         gemm_autocast_ms=figures(),
         verdict=st.none() | VERDICTS,
+        memory=st.none() | MEMORIES,
         loss=figures("nats", 9.0),
         clocks=st.none() | REASONS,
         numerics=st.none() | REASONS,
