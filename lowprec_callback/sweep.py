@@ -217,7 +217,7 @@ class Sweep:
     def _capture(self) -> Steps:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
-        log = GemmLog(self.engine.linear_layers())
+        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
         yield from self._watched_step(log)
         self._shapes = log.gemms()
         if not self._shapes:
@@ -268,13 +268,14 @@ class Sweep:
         self._use(card)
         self._what = f"tracing {card.name}"
         device = self.engine.device
-        log = GemmLog(self.engine.linear_layers())
+        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
         memory.reset_peak(device)
         self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
         self._memory_of = card.name
-        yield from self._watched_step(log)
+        with self.engine.observe(card) as notes:
+            yield from self._watched_step(log)
         self._memory_of = None
-        self.recorder.add(*log.dispatches(card.name, self.engine.in_region))
+        self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
 
         tracer = Tracer(device)
         with ExitStack() as stack:
@@ -289,7 +290,7 @@ class Sweep:
                     yield
                     scopes.clear()
         try:
-            self.recorder.add(*tracer.traces(card.name, log.entry_calls or None))
+            self.recorder.add(*tracer.traces(card.name, log.calls or None))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
 
@@ -300,7 +301,9 @@ class Sweep:
         with ExitStack() as stack:
             tracer.start()
             stack.callback(_stop_quietly, tracer)
-            with scopes.installed(), self.engine.watch(scopes.current, log.add_call):
+            # The ranges mark the products inside a call, which are no further ones (TE's reference GEMMs are such).
+            around = _gemm_ranges(log)
+            with scopes.installed(), self.engine.watch(scopes.current, log.add_call, around):
                 yield
         for product in tracer.products():
             log.add_product(product)

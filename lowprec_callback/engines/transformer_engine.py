@@ -11,8 +11,9 @@ its state as it did on the first step of its life.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -20,11 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Replay, Weight
+from lowprec_callback.engines import te_attention, te_state
+from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Region, Replay, Weight
 from lowprec_callback.engines.plain_torch import plain_linears
 from lowprec_callback.measure.dispatch import Call, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
-from lowprec_callback.recording import Scales
+from lowprec_callback.recording import AttentionBackend, Fact, Scales, UncachedWeights
 
 PROBE_TOKENS = 128
 """M of the probe: a multiple of every alignment that a recipe asks for (NVFP4's fused path wants 64)."""
@@ -132,6 +134,8 @@ class TransformerEngineEngine(Engine):
         super().__init__(model, device, why)
         self._loaded = load()
         self._recipes: dict[str, Any] = {}
+        self._asked: Any = None
+        """TE's recipe object of the region opened last; None for a region that is switched off."""
         self._saved: _QuantizationState | None = None
 
     @property
@@ -194,6 +198,7 @@ class TransformerEngineEngine(Engine):
         if enabled and card.name not in self._recipes:
             self._recipes[card.name] = build_recipe(card)
         recipe = self._recipes.get(card.name)
+        self._asked = recipe
         te = self._loaded.te
         if hasattr(te, "autocast"):
             return te.autocast(enabled=enabled, recipe=recipe)  # type: ignore[no-any-return]
@@ -246,12 +251,27 @@ class TransformerEngineEngine(Engine):
         replay: Replay | None = None,
     ) -> AbstractContextManager[None]:
         """See `Engine.watch`."""
-        return watch_entries(self._loaded.tex, current, calls, around, replay)
+        custom = sys.modules.get("transformer_engine.pytorch.cpp_extensions.gemm")
+        return watch_entries(self._loaded.tex, current, calls, around, replay, custom)
 
-    def in_region(self, path: str) -> bool | None:
-        """TE notes on each module whether its last forward was quantized."""
-        flag = getattr(self.model.get_submodule(path), "fp8", None)
-        return flag if isinstance(flag, bool) else None
+    def region_of(self, path: str) -> Region:
+        """TE notes on each module whether its last forward was quantized, and by which recipe."""
+        try:
+            module = self.model.get_submodule(path)
+        except AttributeError:  # a call whose module is not known
+            return Region()
+        return te_state.region_of(module, self._asked)
+
+    @contextmanager
+    def observe(self, card: RecipeCard) -> Iterator[list[Fact]]:
+        """Which attention backend TE chooses and why, and the modules that quantize their weight at every forward."""
+        facts: list[Fact] = []
+        with te_attention.choices() as chosen:
+            yield facts
+        facts += [AttentionBackend(card.name, choice.backend, choice.reasons) for choice in chosen]
+        modules = tuple(path for path, module in self.model.named_modules() if te_state.uncached(module))
+        if modules:
+            facts.append(UncachedWeights(card.name, modules))
 
     def scales(self, card: RecipeCard) -> list[Scales]:
         """Scales and amax of the first and last module that has delayed-scaling state."""

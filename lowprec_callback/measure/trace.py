@@ -127,15 +127,20 @@ def read_events(
 
 
 def read_products(events: Iterable[dict[str, Any]]) -> list[AtenProduct]:
-    """PyTorch's matrix products in a Chrome trace with shapes, each with the module that ran it."""
+    """PyTorch's matrix products in a Chrome trace with shapes, each with the module that ran it.
+
+    Those inside a range of `gemm_range` are left out: they are how one call of the library multiplies, and the call
+    was seen.
+    """
     host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES]
     places = _Places(host)
     found = []
     for event in host:
         if event["cat"] == "cpu_op":
             product = product_of(event, None)
-            if product is not None:
-                found.append(replace(product, scope=places.at(event["tid"], event["ts"]).scope()))
+            place = places.at(event["tid"], event["ts"])
+            if product is not None and not place.role:
+                found.append(replace(product, scope=place.scope()))
     return found
 
 
