@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
@@ -188,7 +188,17 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
     if unseen > 1e-9:
         why = f"{unseen:.0%} of the calls reached no function that was watched"
         found.append(Finding(UNKNOWN, "unproven", why, {}, unseen))
-    return found
+    return _merged(found)
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Calls that differ only in what made no difference (a forward and its sound recomputation) as one finding."""
+    parts: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.ran, finding.word, finding.why)
+        before = parts.get(key)
+        parts[key] = finding if before is None else replace(before, part=before.part + finding.part)
+    return list(parts.values())
 
 
 def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: KernelSight | None) -> str | None:

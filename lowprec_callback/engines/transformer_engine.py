@@ -11,6 +11,7 @@ its state as it did on the first step of its life.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -115,9 +116,17 @@ def build_recipe(card: RecipeCard) -> Any:
         for key in ("fp8_format", "fp4_format"):
             if isinstance(arguments.get(key), str):
                 arguments[key] = getattr(recipes.Format, arguments[key])
+        if isinstance(factory := arguments.get("qfactory"), str):
+            arguments["qfactory"] = _imported(factory)
         return cls(**arguments)
-    except (AttributeError, TypeError, AssertionError, ValueError) as error:
+    except (AttributeError, ImportError, TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"{card.te_class}({arguments}): {error}") from error
+
+
+def _imported(place: str) -> Any:
+    """The function at "package.module:function". Raises ImportError or AttributeError."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def is_te_module(module: nn.Module) -> bool:
@@ -159,19 +168,57 @@ class TransformerEngineEngine(Engine):
         return NotRun(reason, "the recipe card's requirements") if reason else None
 
     def probe(self, card: RecipeCard) -> NotRun | None:
-        """Run one layer of each of the model's feature sizes, forward and backward, inside the region."""
-        sizes = {
-            (weight.k, weight.n) for layer in self.linear_layers() if layer.quantizable for weight in layer.weights
-        }
+        """Run one layer of each of the model's feature sizes, forward and backward, inside the region.
+
+        Before that: weights that are stored in one recipe's format run in no other.
+        """
+        sizes: dict[tuple[int, int], list[str]] = {}
+        for layer in self.linear_layers():
+            if layer.quantizable:
+                for weight in layer.weights:
+                    sizes.setdefault((weight.k, weight.n), []).append(layer.path + weight.suffix)
+        if card.scaling != "none" and (reason := self._stored_otherwise(card)):
+            return NotRun(reason, "Transformer Engine's own check of stored weights")
         with self.own_state():
-            for k, n in sorted(sizes):
+            for (k, n), paths in sorted(sizes.items()):
                 try:
                     reason = self._probe_one(card, k, n)
                 except Exception as error:
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 if reason:
-                    return NotRun(f"a tiny te.Linear({k}, {n}) failed: {reason}", "our probe")
+                    # Tokens are not known yet; any card takes no tokens at all.
+                    misfit = card.misfit(0, k, n)
+                    size = f" ({misfit})" if misfit else ""
+                    names = [path for path in paths if path]  # a model that is one layer has no path
+                    where = f". Modules of this size{size}: {_some(names)}" if names else ""
+                    return NotRun(f"a tiny te.Linear({k}, {n}) failed: {reason}{where}", "our probe")
         return None
+
+    def _stored_otherwise(self, card: RecipeCard) -> str | None:
+        """If weights are stored for another class of recipe (`quantized_model_init`): where, and for which.
+
+        TE raises at the first forward of such a module, in the middle of training.
+        """
+        try:
+            recipe = build_recipe(card)
+        except ValueError:
+            return None  # the probe says it
+        found: dict[str, list[str]] = {}
+        for path, module in self.model.named_modules():
+            if not is_te_module(module):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                quantizer = getattr(parameter, "_quantizer", None)
+                wanted = getattr(quantizer, "_get_compatible_recipe", lambda: None)()
+                if wanted is not None and not isinstance(recipe, wanted):
+                    found.setdefault(wanted.__name__, []).append(f"{path}.{name}")
+        if not found:
+            return None
+        stored = "; ".join(f"{name}: {_some(paths)}" for name, paths in found.items())
+        return (
+            f"weights are stored for another recipe (quantized_model_init), so that none of fprop, dgrad and wgrad of "
+            f"these modules can run in {type(recipe).__name__}: stored for {stored}"
+        )
 
     def _probe_one(self, card: RecipeCard, k: int, n: int) -> str | None:
         generator = torch.Generator(device=self.device).manual_seed(0)
@@ -314,6 +361,11 @@ def _weights(module: nn.Module) -> tuple[Weight, ...]:
     if isinstance(k, int) and isinstance(n, int):
         return (Weight("", k, n),)
     return tuple(Weight("", p.shape[1], p.shape[0]) for _, p in own[:1])
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def _has_bias(module: nn.Module) -> bool:
