@@ -49,6 +49,7 @@ def verdict(
     audit: Audit,
     contradictions: Iterable[str] = (),
     slow_paths: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
 ) -> Verdict:
     """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
     captured = [gemm for _, gemm in gemms]
@@ -97,6 +98,7 @@ def verdict(
         summary=summary(rows, reachable, coverage, shown(asked.precision), audit.te),
         disagreements=tuple(dict.fromkeys(disagreements)),
         slow_paths=slow_paths,
+        beside=beside,
     )
 
 

@@ -18,7 +18,7 @@ from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, build_recipe
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeCard, load_cards, read_card
-from lowprec_callback.recording import Card, Environment, Header, Model, Recorder
+from lowprec_callback.recording import Environment, Model, Recorder
 from lowprec_callback.report import Report, VerdictRow
 from lowprec_callback.sweep import Sweep
 from tests.engines import fake_te
