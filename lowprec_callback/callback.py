@@ -11,7 +11,7 @@ import torch
 
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeError, resolve
-from lowprec_callback.session import Options, ProfilerError, Session, Status, Training
+from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,12 +49,16 @@ class LowPrecisionProfiler(Callback):
         seed: of the order of recipes.
         nvtx: emit NVTX ranges in the domain "lowprec"; None for only when Nsight Systems is attached.
         progress: show a progress bar (plain lines where another bar owns the terminal).
+        fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
+            for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
+            restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
 
     The report calls the model by its attribute `profile_name`, if it has one, else by its class.
 
     Raises:
         ProfilerError: an argument is out of range, or a recipe is unknown.
+        FallbackError: from `fit`, see `fail_on_fallback`.
 
     Attributes:
         report: the Report once the sweep is over, else None.
@@ -78,6 +82,7 @@ class LowPrecisionProfiler(Callback):
         seed: int = 0,
         nvtx: bool | None = None,
         progress: bool = True,
+        fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
@@ -85,6 +90,8 @@ class LowPrecisionProfiler(Callback):
             settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed)
             for names in (recipes, baseline, continue_with):
                 resolve(names, ANY_ENGINE)
+            if fail_on_fallback and not traced_steps:
+                raise ValueError("fail_on_fallback needs traced_steps: without them nothing tells what ran")
         except (RecipeError, ValueError) as error:
             raise ProfilerError(f"LowPrecisionProfiler: {error}") from error
         self._options = Options(
@@ -100,6 +107,7 @@ class LowPrecisionProfiler(Callback):
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
+        self._fail_on_fallback = fail_on_fallback
         self._patched: LightningModule | None = None
         self._step_of_batch = 0
         self._started = False
@@ -164,6 +172,8 @@ class LowPrecisionProfiler(Callback):
         """Training is over; so is the sweep, complete or not."""
         if self._sweeping and self.session is not None:
             self.session.close("shortened", "training ended before the sweep did")
+            self._unpatch()
+            self._check()
         self._unpatch()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +185,7 @@ class LowPrecisionProfiler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The user's exception: take everything of ours away, keep what was measured, and let it pass."""
         self._unpatch()
-        if isinstance(exception, ProfilerError):
+        if isinstance(exception, ProfilerError) and not isinstance(exception, FallbackError):
             self.why_not = str(exception)
         if self.session is not None:
             name = type(exception).__name__
@@ -204,6 +214,12 @@ class LowPrecisionProfiler(Callback):
             self._unpatch()
         if self._stop_after:
             trainer.should_stop = True
+        self._check()
+
+    def _check(self) -> None:
+        """What `fail_on_fallback` asks for; `on_exception` takes away what is left of ours."""
+        if self._fail_on_fallback and self.session is not None:
+            self.session.raise_on_fallback()
 
     @contextmanager
     def _region(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch import nn
 
 import lowprec_callback
 from lowprec_callback import plan, recording, report
+from lowprec_callback.analyze.verdict_summary import fallbacks
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
 from lowprec_callback.engines.transformer_engine import load
@@ -37,6 +38,13 @@ Status = Literal["finished", "shortened", "interrupted", "failed"]
 
 class ProfilerError(ValueError):
     """A request that cannot be met here, found before anything was touched."""
+
+
+class FallbackError(ProfilerError):
+    """A GEMM did not run in the precision that its recipe asks for, and the user asked to be stopped by that.
+
+    Raised when the report is written and everything is restored. The message names modules, roles and causes.
+    """
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,22 @@ class Session:
             self.sweep.clocks.close()
         if self.speaks and show:
             self._show()
+
+    def raise_on_fallback(self) -> None:
+        """Raise if the report names a GEMM with the verdict `fallback`, in any recipe, the baseline included.
+
+        What was asked for (`by_request`), what no recipe reaches (`outside`), what is emulated and what is not known
+        (`unproven`) does not count. On a rank that makes no report nothing is raised.
+
+        Raises:
+            FallbackError: see there.
+        """
+        if self.report is None:
+            return
+        if message := fallbacks(self.report):
+            raise FallbackError(f"{message} The report is in {self.folder}.")
+        if not any(part.verdict is not None and part.verdict.coverage.known for part in self.report.recipes):
+            self.say("lowprec: fail_on_fallback could check nothing: no traced step was recorded")
 
     def _show(self) -> None:
         """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""

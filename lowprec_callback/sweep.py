@@ -24,6 +24,7 @@ from lowprec_callback.measure.gemms import benchmark
 from lowprec_callback.measure.nvtx import Ranges
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
+from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
 from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
@@ -232,7 +233,10 @@ class Sweep:
             if self.progress is not None:
                 self.progress.update(f"GEMM benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
 
-        for fact in benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell):
+        times = benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell)
+        if self.no_trace is None:
+            times = with_kernels(self.engine, self.cards, self.baseline.name, self._shapes, times)
+        for fact in times:
             self.recorder.add(fact)
         memory.clean(self.engine.device)
 

@@ -22,7 +22,7 @@ ALARMS = {
     "nvfp4-unfused-hadamard": "NVFP4's Hadamard transform ran on its own, not fused with the cast",
     "nvfp4-slow-quantize": "NVFP4 quantized with the general kernel, the slow one",
     "fp8-block-emulated-as-mxfp8": "FP8 block scales were rewritten for MXFP8's GEMM",
-    "scales-unswizzled": "scale factors were put into the GEMM's order by kernels of their own, for no cast wrote them so",
+    "scales-unswizzled": "scale factors were put into the GEMM's order by kernels of their own: no cast wrote them so",
 }
 """What the alarms of `kernels.KernelClass` mean. One that is not listed is shown as it is."""
 
@@ -50,7 +50,7 @@ class Watched:
     compute_capability: tuple[int, int] | None = None
 
 
-def slow_paths(views: Sequence[TraceView], watched: Watched = Watched()) -> tuple[str, ...]:  # noqa: B008  (frozen)
+def slow_paths(views: Sequence[TraceView], watched: Watched = Watched()) -> tuple[str, ...]:
     """Sentences, most expensive first; those whose cost the trace does not tell come last."""
     found: list[tuple[float, str]] = []
     alarms: dict[str, list[KernelGroup]] = {}
@@ -101,14 +101,13 @@ def _recomputation(views: Sequence[TraceView], dispatches: Sequence[Dispatch]) -
     again = [fact for fact in dispatches if fact.recomputed]
     if not again:
         return None
-    modules = list(dict.fromkeys(operation(fact.module) for fact in again))
     calls = sum(fact.calls for fact in again)
     formats = " and ".join(dict.fromkeys(f"{fact.weight_or_input.format} x {fact.other.format}" for fact in again))
     groups = [g for view in views for g in view.groups if g.role == "fprop" and g.phase == "backward"]
     ms, _ = _per_step(groups, len(views)) if groups else (0.0, 0.0)
     cost = f"{ms:.2f} ms a step for the GEMMs alone" if groups else "what it costs was not traced"
     return ms, (
-        f"recomputation: {calls} forward GEMM{'s' * (calls != 1)} of {_some(modules)} "
+        f"recomputation: {calls} forward GEMM{'s' * (calls != 1)} of {_places(fact.module for fact in again)} "
         f"ran again in backward, in {formats}: {cost}"
     )
 
@@ -118,11 +117,10 @@ def _requantized(watched: Watched) -> list[str]:
     modules = [module for fact in watched.uncached for module in fact.modules]
     if watched.micro_batches < 2 or not modules:
         return []
-    names = _some(list(dict.fromkeys(operation(module) for module in modules)))
+    what = f"the weights of {len(modules)} modules ({_places(modules)})"
     return [
-        f"the weights of {len(modules)} modules ({names}) are quantized again in each of {watched.micro_batches} "
-        "micro-batches: pass is_first_microbatch to quantize them once a step (at the price of keeping them); kernels "
-        "do not tell which casts are the weights'"
+        f"{what} are quantized again in each of {watched.micro_batches} micro-batches: pass is_first_microbatch to "
+        "quantize them once a step (at the price of keeping them); kernels do not tell which casts are the weights'"
     ]
 
 
@@ -154,6 +152,14 @@ def _misaligned(watched: Watched) -> list[str]:
 def _sizes(row: AlignmentRow) -> str:
     fixes = ", ".join(f"{fix.what} {fix.size} -> {fix.next_size}" for fix in row.fixes)
     return f"{row.operation} {row.m}x{row.k}x{row.n} ({fixes})"
+
+
+def _places(modules: Iterable[str]) -> str:
+    """Module paths, those that differ in their layer's index alone as one."""
+    groups: dict[str, set[str]] = {}
+    for module in modules:
+        groups.setdefault(operation(module), set()).add(module)
+    return _some(next(iter(found)) if len(found) == 1 else name for name, found in groups.items())
 
 
 def _some(names: Iterable[str]) -> str:
