@@ -21,13 +21,13 @@ from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
-from lowprec_callback.measure.nvtx import Ranges
+from lowprec_callback.measure.nvtx import Ranges, capture_window
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
-from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Restored, Role
 from lowprec_callback.state import Snapshot
@@ -90,6 +90,7 @@ class Sweep:
     _traced_step: int | None = None
     _memory_of: str | None = None
     _nvtx_depth: int = 0
+    _step_word: str = "step"
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
 
@@ -207,6 +208,8 @@ class Sweep:
                 yield from self._traced(card)
         elif self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
+        if self.settings.nvtx_steps and self.ranges.enabled:
+            yield from self._captured()
 
     def _use(self, card: RecipeCard) -> None:
         """Switch to a recipe, from a clean state."""
@@ -298,6 +301,22 @@ class Sweep:
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
 
+    def _captured(self) -> Steps:
+        """Steps for another tool's trace: one capture window, and ranges down to the GEMM on whatever thread."""
+        with capture_window(self.engine.device):
+            for card in self.cards:
+                self._use(card)
+                self._what = f"NVTX ranges of {card.name}"
+                self._step_word = "settle"
+                for _ in range(NVTX_SETTLE):
+                    yield
+                self._step_word = "step"
+                log = GemmLog(self.engine.linear_layers())
+                scopes = ModuleScopes(self.engine.scoped_modules(), self.ranges.enter_module, self.ranges.leave_module)
+                with scopes.installed(), self.engine.watch(scopes.current, around=self.ranges.gemms(log.module_of)):
+                    for _ in range(self.settings.nvtx_steps):
+                        yield
+
     def _watched_step(self, log: GemmLog) -> Steps:
         """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler."""
         scopes = self._ranged_scopes()
@@ -324,7 +343,7 @@ class Sweep:
             self._step_range = step_range(self._traced_step)
             self._step_range.__enter__()
         if self.ranges.enabled and self.card is not None:
-            self._push(f"{self.card.name} step", self._steps_done)
+            self._push(f"{self.card.name} {self._step_word}", self._steps_done)
         self.phase("data")
 
     def _close_step(self) -> None:

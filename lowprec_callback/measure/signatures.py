@@ -76,9 +76,8 @@ def signatures(engine: Engine, jobs: list[tuple[RecipeCard, Shape]]) -> Kernels:
 
 def _call(engine: Engine, card: RecipeCard, shape: Shape, label: str) -> None:
     """One forward and backward of one layer, its GEMM calls inside ranges that carry the label."""
-    own_state: Any = getattr(engine, "own_state", nullcontext)
     try:
-        with own_state(), torch.random.fork_rng(devices=[engine.device]):
+        with engine.own_state(), torch.random.fork_rng(devices=[engine.device]):
             if shape.quantizable and engine.name == "transformer_engine":
                 _library_call(engine, card, shape, label)
             else:
