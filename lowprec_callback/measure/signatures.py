@@ -20,6 +20,7 @@ from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import shapes_of
 from lowprec_callback.measure.layer_bench import Shape
 from lowprec_callback.measure.scopes import Scope
+from lowprec_callback.measure.steps import synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import Gemm, GemmTime, Role
@@ -62,7 +63,7 @@ def signatures(engine: Engine, jobs: list[tuple[RecipeCard, Shape]]) -> Kernels:
         (warm @ warm).sum().item()
         for index, (card, shape) in enumerate(jobs):
             _call(engine, card, shape, str(index))
-        torch.cuda.synchronize(engine.device)
+        synchronize(engine.device)
     finally:
         tracer.stop()
     found: Kernels = {}
@@ -77,13 +78,17 @@ def signatures(engine: Engine, jobs: list[tuple[RecipeCard, Shape]]) -> Kernels:
 def _call(engine: Engine, card: RecipeCard, shape: Shape, label: str) -> None:
     """One forward and backward of one layer, its GEMM calls inside ranges that carry the label."""
     try:
-        with engine.own_state(), torch.random.fork_rng(devices=[engine.device]):
+        with engine.own_state(), torch.random.fork_rng(devices=_devices(engine)):
             if shape.quantizable and engine.name == "transformer_engine":
                 _library_call(engine, card, shape, label)
             else:
                 _plain_call(engine, card, shape, label)
     except Exception:  # the benchmark has told why such a shape fails; a book without it is the poorer, no more
-        torch.cuda.synchronize(engine.device)
+        synchronize(engine.device)
+
+
+def _devices(engine: Engine) -> list[torch.device]:
+    return [engine.device] if engine.device.type == "cuda" else []
 
 
 def _library_call(engine: Engine, card: RecipeCard, shape: Shape, label: str) -> None:
