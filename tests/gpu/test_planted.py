@@ -5,6 +5,7 @@ Small models in short sweeps without a Trainer; seconds each.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lowprec_callback.analyze.verdict import RECOMPUTED
 from lowprec_callback.engines.transformer_engine import build_recipe, load
@@ -22,7 +25,8 @@ from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import load_cards
 from lowprec_callback.recording import AttentionBackend, GemmTime, Trace, UncachedWeights
 from lowprec_callback.report import Report, Verdict, VerdictRow
-from lowprec_callback.session import Options, ProfilerError, Session, Training
+from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Training
+from tests.fit.models import profiler, trainer
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, TOKENS, BATCH = 256, 128, 4
@@ -342,3 +346,91 @@ def test_weights_quantized_in_each_micro_batch(tmp_path: Path, first: bool) -> N
     assert len(again) == (0 if first else 1), slow(report, "fp8_current")
     assert bool(session.recorder.snapshot().of(UncachedWeights)) is not first
     assert verdict(report, "fp8_current").te_coverage.value == pytest.approx(1.0), told(report, "fp8_current")
+
+
+# --- what the callback makes of it ----------------------------------------------------------------------------------
+
+
+class OwnRegion(LightningModule):
+    """Its training step opens a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with te().autocast(enabled=True, recipe=recipe("fp8_block")):
+            return self.stack(batch).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def test_a_fallback_fails_the_fit_when_all_is_restored(tmp_path: Path) -> None:
+    callback = profiler(tmp_path, recipes=["fp8_current"], rounds=1, fail_on_fallback=True)
+    model, original = OwnRegion(), load().tex.generic_gemm
+    before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+    rows_ = torch.randn(60 * BATCH, TOKENS, HIDDEN).bfloat16()
+    with pytest.raises(FallbackError) as caught:
+        trainer(tmp_path, callback, steps=60, accelerator="gpu", precision="bf16-true").fit(
+            model, DataLoader(rows_, batch_size=BATCH)
+        )
+    message = str(caught.value)
+    assert "bf16: stack.blocks.* (4 modules), fprop, dgrad, wgrad: asked bf16 x bf16, ran e4m3 x e4m3" in message
+    assert "fp8_current: stack.blocks.* (4 modules), fprop: asked e4m3 x e4m3, tensor-current" in message
+    assert "a region of its own, with Float8BlockScaling" in message
+    assert load().tex.generic_gemm is original
+    assert "training_step" not in model.__dict__
+    assert callback.report is not None
+    for name, value in model.named_parameters():
+        assert torch.equal(value.detach().cpu(), before[name]), name
+
+
+class Domain:
+    """An NVTX domain that keeps the path of each range, by thread."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[str]] = {}
+        self.paths: list[tuple[int, tuple[str, ...]]] = []
+
+    def get_event_attributes(self, message: str, payload: int | None) -> str:
+        return message
+
+    def push_range(self, message: str) -> None:
+        stack = self.open.setdefault(threading.get_ident(), [])
+        stack.append(message)
+        self.paths.append((threading.get_ident(), tuple(stack)))
+
+    def pop_range(self) -> None:
+        self.open[threading.get_ident()].pop()
+
+
+def test_nvtx_ranges_down_to_the_gemm_on_autograds_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nvtx
+    from transformer_engine.pytorch import utils
+
+    domain = Domain()
+    monkeypatch.setattr(nvtx, "get_domain", lambda _name: domain)
+    monkeypatch.delenv("NVTE_NVTX_ENABLED", raising=False)
+    utils._nvtx_enabled.cache_clear()  # as if no TE module had run
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    options = Options(
+        recipes=["fp8_current"],
+        settings=Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, nvtx_steps=1),
+        gemm_benchmark=False,
+        output_dir=str(tmp_path),
+        progress=False,
+        nvtx=True,
+    )
+    session = Session.open(options, Training(model, torch.device("cuda"), "planted", [optimizer]))
+    assert utils._nvtx_enabled()
+    train(session, optimizer)
+    assert not utils._nvtx_enabled()
+    assert not any(domain.open.values())
+    main = threading.get_ident()
+    forward = ("fp8_current step", "forward", "module|forward|blocks.1", "gemm|fprop|blocks.1")
+    assert (main, forward) in domain.paths
+    for role in ("dgrad", "wgrad"):
+        backward = [path for thread, path in domain.paths if path[-1] == f"gemm|{role}|blocks.1" and thread != main]
+        assert backward == [("module|backward|blocks.1", f"gemm|{role}|blocks.1")] * 2  # of both recipes
