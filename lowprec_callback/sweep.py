@@ -29,7 +29,7 @@ from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
 from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Restored, Role
+from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
@@ -227,6 +227,26 @@ class Sweep:
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
         self.recorder.add(*self._shapes)
+        self._refuse_misfits()
+
+    def _refuse_misfits(self) -> None:
+        """Give up recipes that the captured tokens cannot run in: the library would raise inside the user's step.
+
+        Features were probed before; how many tokens a layer sees is only known now. Of a grouped layer it is not
+        known which group gets how many.
+        """
+        for card in list(self.cards[1:]):
+            wrong = {
+                f"{gemm.module} ({card.misfit(gemm.m, gemm.k, gemm.n)})": None
+                for gemm in self._shapes
+                if gemm.quantizable and gemm.groups == 1 and gemm.m % card.align_m
+            }
+            if wrong:
+                self.cards.remove(card)
+                names = list(wrong)
+                more = f" and {len(names) - 3} more modules" if len(names) > 3 else ""
+                reason = f"the model's tokens do not fit, and wgrad sums over them: {', '.join(names[:3])}{more}"
+                self.recorder.add(Refusal(card.name, reason, "the captured step"))
 
     def _benchmark(self) -> None:
         """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone."""

@@ -122,7 +122,8 @@ class _Facts:
         self.cards = {card.recipe: card for card in recording.of(Card)}
         self.refusals = {refusal.recipe: refusal for refusal in recording.of(Refusal)}
         self.benchmark = Benchmark(recording.lines(GemmTime))
-        self.book = SignatureBook(recording.of(GemmTime), self.cards)
+        override = self.variables.get("NVTE_BACKWARD_OVERRIDE")
+        self.book = SignatureBook(recording.of(GemmTime), self.cards, override)
         self.steps = _by_recipe(
             (line, step)
             for line, step in recording.lines(StepTime)

@@ -241,7 +241,7 @@ def _judge(gemm: Gemm, asked: Operands, outcome: Outcome, audit: Audit, seen: Se
     fell = _how_it_fell(asked.precision, ran.precision, str(ran))
     if wider and seen.lost_in_recomputation and (outcome.recomputed or gemm.role != "fprop"):
         return "fallback", f"{RECOMPUTED}: {fell}"
-    if wider and outcome.in_region is False:
+    if wider and outcome.in_region is False and audit.card.scaling != "none":
         return "by_request", "the module ran outside the quantized region (a region that the model switches off)"
     if wider and gemm.role != "fprop" and audit.backward_override and seen.quantized_forward:
         return "by_request", f"{audit.backward_override} asks for a wide backward pass"

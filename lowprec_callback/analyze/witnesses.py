@@ -115,7 +115,10 @@ class KernelSight:
 class SignatureBook:
     """Kernel names that the benchmark launched, and the precisions that it launched them in."""
 
-    def __init__(self, times: Iterable[GemmTime], cards: Mapping[str, Card]) -> None:
+    def __init__(
+        self, times: Iterable[GemmTime], cards: Mapping[str, Card], backward_override: str | None = None
+    ) -> None:
+        """`backward_override`: what the environment asked of every recipe (NVTE_BACKWARD_OVERRIDE), if anything."""
         self._precisions: dict[str, set[str]] = {}
         self.contradictions: dict[str, list[str]] = {}
         """By recipe: benchmarks whose kernel names say another precision than they were asked to run."""
@@ -124,7 +127,8 @@ class SignatureBook:
             if card is None or time.failure:
                 continue
             asked = Operands.asked(card, time.role)
-            if time.role != "fprop" and card.arguments.get("backward_override"):
+            override = card.arguments.get("backward_override", backward_override)
+            if time.role != "fprop" and override and card.scaling not in ("none", "tensor-delayed"):
                 continue  # the call multiplied wide operands by request: which, the card does not say
             for name in _products(time.kernels):
                 kernel = classify(name)

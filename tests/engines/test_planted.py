@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.analyze.verdict import RECOMPUTED
-from lowprec_callback.engines.base import NotRun
+from lowprec_callback.engines import te_state
+from lowprec_callback.engines.base import NotRun, Region
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, build_recipe
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeCard, load_cards, read_card
-from lowprec_callback.recording import Environment, Model, Recorder
+from lowprec_callback.recording import Environment, Model, Recorder, UncachedWeights
 from lowprec_callback.report import Report, VerdictRow
 from lowprec_callback.sweep import Sweep
 from tests.engines import fake_te
@@ -63,7 +64,7 @@ def audit(folder: Path, model: nn.Module, *cards: RecipeCard, kept: bool = False
         done = False
         while not done:
             with sweep.region():
-                y = model(torch.randn(16, 32, requires_grad=True))
+                y = model(torch.randn(32, 32, requires_grad=True))
             y.square().sum().backward()
             done = sweep.step_end()
         sweep.finish("finished")
@@ -192,7 +193,7 @@ def test_the_reference_of_nvfp4_is_seen_and_not_taken_for_fp4(
     found = rows(report, "nvfp4_reference", "unproven")  # a CPU has no kernels that could tell what multiplied
     assert set(found) == places(BLOCKS)
     row = found["blocks.1", "wgrad"]
-    assert (row.m, row.k, row.n) == (16, 32, 32)
+    assert (row.m, row.k, row.n) == (32, 32, 32)
     assert row.ran == "e2m1 x e2m1, nvfp4-16"
     assert "the custom quantizer's own code multiplies" in row.why
 
@@ -232,6 +233,54 @@ def test_features_that_do_not_fit_are_named_with_their_modules(fake: Fake) -> No
         "Modules of this size (24 input features, needs a multiple of 16): bad",
         "our probe",
     )
+
+
+def test_tokens_that_do_not_fit_are_refused_before_they_raise(fake: Fake, tmp_path: Path) -> None:
+    class Odd(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:12])
+
+    report = audit(tmp_path, Odd(fake), CURRENT, CARDS["fp8_delayed"])
+    for name in ("fp8_current", "fp8_delayed"):
+        refusal = report.recipe(name).refusal
+        assert refusal is not None
+        assert "blocks.0 (12 tokens, needs a multiple of 16), blocks.1" in refusal
+        assert refusal.endswith("and 1 more modules (the captured step)")
+    # FP32 parameters in a recipe that is called bf16: the baseline's region is off anyway, which excuses nothing.
+    baseline = rows(report, "bf16", "fallback")
+    assert set(baseline) == places(BLOCKS)
+    assert baseline["blocks.0", "fprop"].why.startswith("ran wider than asked: 32 bits an element, not 16")
+    assert report.status == "finished"
+
+
+def test_modules_that_quantize_their_weight_at_every_forward(fake: Fake) -> None:
+    model = nn.ModuleDict({"fc": fake_te.Linear(fake, 32, 32), "core": fake_te.DotProductAttention(fake)})
+    engine = TransformerEngineEngine(model, torch.device("cpu"), "a test")
+
+    def observed(card: RecipeCard) -> list[Any]:
+        with engine.observe(card) as facts, engine.region(card):
+            model["fc"](torch.ones(16, 32))
+            model["core"](torch.ones(16, 32))
+        return facts
+
+    assert observed(CARDS["bf16"]) == []
+    assert observed(CURRENT) == [UncachedWeights("fp8_current", ("fc",))]
+    model["fc"]._fp8_workspaces["weight"] = torch.empty(0)  # told which micro-batch is the first, TE keeps it
+    assert observed(CURRENT) == []
+    model["fc"]._fp8_workspaces.clear()
+    model["fc"].weight._quantizer = fake_te.Float8CurrentScalingQuantizer()  # stored quantized
+    assert observed(CURRENT) == []
+
+
+def test_only_what_quantizers_are_built_from_makes_them_stale(fake: Fake) -> None:
+    delayed = fake_te.DelayedScaling
+    meta = {"recipe": delayed(amax_history_len=16), "scaling_fwd": fake_te.RecipeState(delayed(), 3)}
+    module = fake_te.Linear(fake, 8, 8)
+    module.fp8, module.fp8_meta = True, meta
+    assert te_state.region_of(module, meta["recipe"]) == Region(True)
+    meta["recipe"] = delayed(fp8_format=Format.E4M3)
+    assert te_state.region_of(module, meta["recipe"]).stale == "DelayedScaling(fp8_format=HYBRID)"
+    assert te_state.region_of(module, None).other == "DelayedScaling"
 
 
 def read_text(folder: Path, text: str) -> RecipeCard:

@@ -311,6 +311,21 @@ def test_features_that_no_multiple_of_16_divides(tmp_path: Path) -> None:
     assert verdict(report, "bf16").te_coverage.value == pytest.approx(1.0), told(report, "bf16")
 
 
+def test_tokens_that_no_multiple_of_16_divides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.test_planted.TOKENS", 102)  # 4 x 102 = 8 x 51
+    report = profile(tmp_path, Stack(), None)
+    for name in ("fp8_delayed", "fp8_current", "fp8_block"):
+        refusal = report.recipe(name).refusal
+        assert refusal is not None, name
+        assert "blocks.0 (408 tokens, needs a multiple of 16)" in refusal, refusal
+    assert verdict(report, "bf16").te_coverage.value == pytest.approx(1.0), told(report, "bf16")
+    model = Stack()
+    with te().autocast(enabled=True, recipe=recipe("fp8_current")):
+        y = model(torch.randn(408, HIDDEN, device="cuda", dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError):  # it would have come out of the user's own step
+        y.sum().backward()
+
+
 # --- slow paths -----------------------------------------------------------------------------------------------------
 
 
