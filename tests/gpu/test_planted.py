@@ -5,6 +5,7 @@ Small models in short sweeps without a Trainer; seconds each.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -312,7 +313,7 @@ def test_features_that_no_multiple_of_16_divides(tmp_path: Path) -> None:
 
 
 def test_tokens_that_no_multiple_of_16_divides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.gpu.test_planted.TOKENS", 102)  # 4 x 102 = 8 x 51
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", 102)  # 4 x 102 = 8 x 51
     report = profile(tmp_path, Stack(), None)
     for name in ("fp8_delayed", "fp8_current", "fp8_block"):
         refusal = report.recipe(name).refusal
