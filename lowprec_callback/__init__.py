@@ -17,14 +17,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from lowprec_callback.callback import LowPrecisionProfiler
     from lowprec_callback.report import Report, load_report
+    from lowprec_callback.session import FallbackError
 
 _HOMES = {
+    "FallbackError": "lowprec_callback.session",
     "LowPrecisionProfiler": "lowprec_callback.callback",
     "Report": "lowprec_callback.report",
     "load_report": "lowprec_callback.report",
 }
 
-__all__ = ["LowPrecisionProfiler", "Report", "__version__", "load_report"]
+__all__ = ["FallbackError", "LowPrecisionProfiler", "Report", "__version__", "load_report"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,14 @@ import torch
 
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeError, resolve
-from lowprec_callback.session import Options, ProfilerError, Session, Status, Training
+from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training, early_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lowprec_callback.engines.te_nvtx import TeRanges
     from lowprec_callback.report import Report
 else:
     from lightning.pytorch import Callback
@@ -47,14 +48,21 @@ class LowPrecisionProfiler(Callback):
             sweep. The batches that it used stay used, and its steps count towards `max_steps`.
         output_dir: where run folders are made.
         seed: of the order of recipes.
-        nvtx: emit NVTX ranges in the domain "lowprec"; None for only when Nsight Systems is attached.
+        nvtx: emit NVTX ranges in the domain "lowprec", and switch on Transformer Engine's own; None for only when
+            Nsight Systems is attached.
+        nvtx_steps: with NVTX, optimizer steps for each recipe that also have ranges for modules and GEMMs, all of them
+            inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
         progress: show a progress bar (plain lines where another bar owns the terminal).
+        fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
+            for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
+            restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
 
     The report calls the model by its attribute `profile_name`, if it has one, else by its class.
 
     Raises:
         ProfilerError: an argument is out of range, or a recipe is unknown.
+        FallbackError: from `fit`, see `fail_on_fallback`.
 
     Attributes:
         report: the Report once the sweep is over, else None.
@@ -77,14 +85,18 @@ class LowPrecisionProfiler(Callback):
         output_dir: str = "runs",
         seed: int = 0,
         nvtx: bool | None = None,
+        nvtx_steps: int = 2,
         progress: bool = True,
+        fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         try:
-            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed)
+            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed, nvtx_steps)
             for names in (recipes, baseline, continue_with):
                 resolve(names, ANY_ENGINE)
+            if fail_on_fallback and not traced_steps:
+                raise ValueError("fail_on_fallback needs traced_steps: without them nothing tells what ran")
         except (RecipeError, ValueError) as error:
             raise ProfilerError(f"LowPrecisionProfiler: {error}") from error
         self._options = Options(
@@ -100,9 +112,11 @@ class LowPrecisionProfiler(Callback):
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
+        self._fail_on_fallback = fail_on_fallback
         self._patched: LightningModule | None = None
         self._step_of_batch = 0
         self._started = False
+        self._te_ranges: TeRanges | None = None
         self.session: Session | None = None
         self.why_not: str | None = None
 
@@ -113,12 +127,17 @@ class LowPrecisionProfiler(Callback):
 
     # -- fit -------------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Before anything of the model ran, the sanity check included: the time for what is read only once."""
+        if stage == "fit" and not self._started:
+            self._te_ranges = early_ranges(self._options)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is on its device and the optimizers exist: open the session."""
         if self._started:
             return
         self._started = True
-        self.session = Session.open(self._options, _training(trainer, pl_module))
+        self.session = Session.open(self._options, _training(trainer, pl_module), self._te_ranges)
         self._patch(pl_module)
         self.session.start()
 
@@ -164,6 +183,8 @@ class LowPrecisionProfiler(Callback):
         """Training is over; so is the sweep, complete or not."""
         if self._sweeping and self.session is not None:
             self.session.close("shortened", "training ended before the sweep did")
+            self._unpatch()
+            self._check()
         self._unpatch()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,8 +196,9 @@ class LowPrecisionProfiler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The user's exception: take everything of ours away, keep what was measured, and let it pass."""
         self._unpatch()
-        if isinstance(exception, ProfilerError):
+        if isinstance(exception, ProfilerError) and not isinstance(exception, FallbackError):
             self.why_not = str(exception)
+        self._close_te_ranges()
         if self.session is not None:
             name = type(exception).__name__
             status: Status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
@@ -185,6 +207,11 @@ class LowPrecisionProfiler(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Whatever happened, nothing of ours stays."""
         self._unpatch()
+        self._close_te_ranges()
+
+    def _close_te_ranges(self) -> None:
+        if self._te_ranges is not None:
+            self._te_ranges.close()
 
     # -- the sweep -------------------------------------------------------------------------------------------------
 
@@ -204,6 +231,12 @@ class LowPrecisionProfiler(Callback):
             self._unpatch()
         if self._stop_after:
             trainer.should_stop = True
+        self._check()
+
+    def _check(self) -> None:
+        """What `fail_on_fallback` asks for; `on_exception` takes away what is left of ours."""
+        if self._fail_on_fallback and self.session is not None:
+            self.session.raise_on_fallback()
 
     @contextmanager
     def _region(self) -> Iterator[None]:

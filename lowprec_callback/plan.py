@@ -12,6 +12,9 @@ WITNESS_STEPS = 2
 """Before the traced steps of a recipe: one in which operands and memory are watched, and one under the new profiler
 session, which can lose kernels at its start, and whose kernels do not count."""
 
+NVTX_SETTLE = 1
+"""Before the steps of a recipe that are captured: one in which its state is built again."""
+
 PROBE_NEEDS = 3
 """Settle steps from which one can be spared to measure the host's launch time: rebuild, probe, fill the queue again."""
 
@@ -34,9 +37,17 @@ class Settings:
     """Traced steps for each recipe, apart from the timed ones; 0 for none."""
     seed: int = 0
     """Seed of the order of recipes."""
+    nvtx_steps: int = 0
+    """Steps for each recipe with NVTX ranges for modules and GEMMs, inside the capture window; 0 for none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("settle_steps", 1), ("timed_steps", 2), ("traced_steps", 0)):
+        for name, least in (
+            ("rounds", 1),
+            ("settle_steps", 1),
+            ("timed_steps", 2),
+            ("traced_steps", 0),
+            ("nvtx_steps", 0),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}")
@@ -46,7 +57,8 @@ class Settings:
     def steps(self, recipes: int) -> int:
         """Optimizer steps that the plan takes for so many recipes."""
         traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
-        return LEAD_STEPS + recipes * (self.rounds * (self.settle_steps + self.timed_steps) + traced)
+        captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
+        return LEAD_STEPS + recipes * (self.rounds * (self.settle_steps + self.timed_steps) + traced + captured)
 
 
 @dataclass(frozen=True)
@@ -81,9 +93,11 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
         ("timed_steps", 4),
         ("traced_steps", 1),
         ("settle_steps", 2),
+        ("nvtx_steps", 1),
         ("rounds", 1),
         ("timed_steps", 2),
         ("settle_steps", 1),
+        ("nvtx_steps", 0),
         ("traced_steps", 0),
     )
     settings = asked
@@ -99,7 +113,7 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
 
 
 def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> str:
-    names = ("rounds", "settle_steps", "timed_steps", "traced_steps")
+    names = ("rounds", "settle_steps", "timed_steps", "traced_steps", "nvtx_steps")
     cuts = [f"{n} {getattr(asked, n)} -> {getattr(got, n)}" for n in names if getattr(asked, n) != getattr(got, n)]
     before, after = asked.rounds * asked.timed_steps, got.rounds * got.timed_steps
     costs = []
@@ -119,6 +133,8 @@ def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> st
         costs.append("no traced steps: no ledger, no gap and no verdict")
     elif got.traced_steps < asked.traced_steps:
         costs.append(f"the ledger rests on {_count(got.traced_steps, 'traced step')} a recipe")
+    if got.nvtx_steps == 0 < asked.nvtx_steps:
+        costs.append("no steps inside the capture window")
     return (
         f"the fit has {_count(available, 'training step')} and the full plan takes {asked.steps(recipes)}, so it was "
         f"cut ({', '.join(cuts)}). What this costs: {'; '.join(costs)}"

@@ -10,6 +10,13 @@ is what it is. A user's own card is either a whole card like those, or a variant
     [arguments]
     amax_history_len = 16
 
+A recipe of the user's own making is TE's `CustomRecipe`, whose factory of quantizers a card names as
+"package.module:function" (`examples/recipes/nvfp4_reference.toml` is such a card):
+
+    te_class = "CustomRecipe"
+    [arguments]
+    qfactory = "transformer_engine.pytorch.custom_recipes.reference_nvfp4:nvfp4_ref_rht_2d_factory"
+
 A card of the same name takes the built-in one's place. Reading cards needs neither torch nor Transformer
 Engine (TE): the engine turns `te_class` and `arguments` into TE's recipe object.
 """
@@ -61,12 +68,17 @@ TE_ARGUMENTS: dict[str, tuple[str, ...]] = {
         "nvfp4_4over6_e4m3_use_256",
         "nvfp4_4over6_err_mode",
     ),
+    "CustomRecipe": (*_EVERY, "qfactory", "quantization_alignment"),
 }
 """TE's recipe classes and those of their arguments that TOML can say (TE 2.20.2; a test compares).
 
 A name that is not here is refused: a card with an argument of unknown meaning could not say which operand
 formats it asks for.
 """
+
+
+_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""Where a custom recipe's factory is, as entry points of packages are written."""
 
 
 class RecipeError(ValueError):
@@ -140,6 +152,11 @@ class RecipeCard:
             if name not in known:
                 owner = self.te_class or "a recipe without te_class"
                 raise RecipeError(f"{owner} takes no argument {name!r}{_instead(name, known)}")
+        if self.te_class == "CustomRecipe" and not _FACTORY.fullmatch(str(self.arguments.get("qfactory"))):
+            raise RecipeError(
+                f"qfactory is {self.arguments.get('qfactory')!r}; CustomRecipe wants a function of quantizers "
+                'as "package.module:function"'
+            )
         gradient = _gradient_format(self.te_class, self.arguments)
         if gradient and {self.dgrad[1], self.wgrad[1]} != {gradient}:
             raise RecipeError(
@@ -195,9 +212,9 @@ def _te_arguments(te_class: str | None) -> tuple[str, ...]:
 
 
 def _gradient_format(te_class: str | None, arguments: Mapping[str, Any]) -> Format | None:
-    """Format of FP8 output gradients; None where `fp8_format` does not decide it (NVFP4, or not given)."""
+    """Format of FP8 output gradients; None where `fp8_format` does not decide it (NVFP4, a custom one)."""
     name = arguments.get("fp8_format")
-    if name is None or te_class == "NVFP4BlockScaling":
+    if name is None or te_class in ("NVFP4BlockScaling", "CustomRecipe"):
         return None
     if name not in GRADIENT_FORMAT:
         raise RecipeError(f"fp8_format is {name!r}; TE trains in {' or '.join(GRADIENT_FORMAT)}")

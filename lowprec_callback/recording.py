@@ -201,7 +201,7 @@ class GemmTime(Fact):
     quantize_ms: tuple[float, ...] = ()
     """autocast only: the part of each sample that is quantization, where it could be told apart."""
     kernels: tuple[str, ...] = ()
-    """Names of the GEMM kernels that the call launched: the signature book."""
+    """Names of the kernels that the GEMM call launched (its helpers included): the signature book."""
     method: Method = "role-true"
     clocks_mhz: tuple[float, ...] = ()
     """SM clock during each sample, measured on the GPU beside it; empty where it was not."""
@@ -324,7 +324,7 @@ class Trace(Fact):
     op: tuple[int, ...]
     phase: tuple[int, ...]
     expected_gemms: int | None = None
-    """Linear-layer GEMM calls that the operand witness counted in the same step."""
+    """Linear-layer GEMM calls that the operand witness counted in an equal step."""
     source: str = "torch.profiler"
 
 
@@ -383,6 +383,54 @@ class Dispatch(Fact):
     family: str
     in_region: bool | None = None
     """Whether TE's quantized region was active when the module's forward ran; None where there is none."""
+    other_recipe: str | None = None
+    """The recipe of that region, if it is not the one that was asked for: a region that the model opens itself."""
+    stale_recipe: str | None = None
+    """The recipe that the module's quantizers were built for, if it is not the region's (TE issue #3157)."""
+    recomputed: bool = False
+    """Whether the call was made while backward ran: a forward GEMM that activation checkpointing makes again."""
+
+
+@dataclass(frozen=True)
+class Product(Fact):
+    """A matrix product that belongs to no linear layer (attention's, mostly), as one step ran it."""
+
+    kind: ClassVar[str] = "product"
+    recipe: str
+    module: str
+    """The innermost module that was followed; empty where none was."""
+    op: str
+    """PyTorch's operator: `aten::bmm`, `aten::baddbmm`, `aten::mm`, ..."""
+    direction: str
+    """forward, backward, or empty where no module ran."""
+    batch: int
+    """Products in one call, each (rows x inner) times (inner x columns)."""
+    rows: int
+    inner: int
+    columns: int
+    formats: tuple[str, str]
+    calls: int
+
+
+@dataclass(frozen=True)
+class AttentionBackend(Fact):
+    """Which attention backend TE chose in a watched step, and why not another, in its own words."""
+
+    kind: ClassVar[str] = "attention_backend"
+    recipe: str
+    backend: str
+    """`FusedAttention (sub-backend 1)`, `FlashAttention (...)`, `UnfusedDotProductAttention`, `NoBackend`."""
+    reasons: tuple[str, ...] = ()
+    """TE's sentences ("Disabling ..."), in order."""
+
+
+@dataclass(frozen=True)
+class UncachedWeights(Fact):
+    """Modules whose weight is quantized again in every micro-batch, because none is told which comes first."""
+
+    kind: ClassVar[str] = "uncached_weights"
+    recipe: str
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)

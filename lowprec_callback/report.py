@@ -163,6 +163,8 @@ class Verdict:
     summary: str
     disagreements: tuple[str, ...] = ()
     slow_paths: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Products of the step that belong to no linear layer (attention's), in which format, and their share."""
 
 
 @dataclass(frozen=True)

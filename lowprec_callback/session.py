@@ -19,8 +19,10 @@ from torch import nn
 
 import lowprec_callback
 from lowprec_callback import plan, recording, report
+from lowprec_callback.analyze.verdict_summary import fallbacks
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
+from lowprec_callback.engines.te_nvtx import TeRanges
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
@@ -37,6 +39,13 @@ Status = Literal["finished", "shortened", "interrupted", "failed"]
 
 class ProfilerError(ValueError):
     """A request that cannot be met here, found before anything was touched."""
+
+
+class FallbackError(ProfilerError):
+    """A GEMM did not run in the precision that its recipe asks for, and the user asked to be stopped by that.
+
+    Raised when the report is written and everything is restored. The message names modules, roles and causes.
+    """
 
 
 @dataclass(frozen=True)
@@ -86,15 +95,20 @@ class Session:
     say: Callable[[str], None]
     speaks: bool
     report: Report | None = None
+    te_ranges: TeRanges | None = None
 
     @staticmethod
-    def open(options: Options, training: Training) -> Session:
+    def open(options: Options, training: Training, te_ranges: TeRanges | None = None) -> Session:
         """Choose the engine, sort out recipes, fit the plan, and set the user's state aside.
+
+        `te_ranges` comes from `early_ranges`, if the owner of the loop could call it before anything ran.
 
         Raises:
             ProfilerError: no plan fits, a recipe is unknown, or none of the recipes that were named can run.
         """
         say = _printer() if training.speaks else _silent
+        ranges = Ranges(wants_nvtx(options))
+        te_ranges = te_ranges or early_ranges(options)
         engine = choose_engine(training.model, training.device)
         folder, folder_problem = _run_folder(options.output_dir, training.name, training.speaks)
         try:
@@ -107,6 +121,8 @@ class Session:
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
             no_trace = _why_no_trace()
             asked_for = replace(options.settings, traced_steps=0) if no_trace else options.settings
+            if not ranges.enabled:
+                asked_for = replace(asked_for, nvtx_steps=0)
             fitted = plan.fit(asked_for, len(able), training.steps_left)
         except (PlanError, RecipeError) as error:
             raise ProfilerError(str(error)) from error
@@ -126,7 +142,7 @@ class Session:
             gemm_benchmark=options.gemm_benchmark,
             no_trace=no_trace,
             progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
-            ranges=Ranges(under_nsys() if options.nvtx is None else options.nvtx),
+            ranges=ranges,
             clocks=ClockReader() if device_type == "cuda" else None,
         )
         recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk))
@@ -136,7 +152,11 @@ class Session:
             recorder.add(
                 Problem("ranks", f"{training.world_size} processes train; these are the measurements of rank 0 alone")
             )
-        session = Session(sweep, engine, recorder, folder, {c.name: c for c in [*able, *asked]}, say, training.speaks)
+        if te_ranges is not None and te_ranges.problem:
+            recorder.add(Problem("nvtx", te_ranges.problem))
+            say(f"lowprec: {te_ranges.problem}")
+        cards = {c.name: c for c in [*able, *asked]}
+        session = Session(sweep, engine, recorder, folder, cards, say, training.speaks, te_ranges=te_ranges)
         session._announce(fitted.shrunk)
         return session
 
@@ -162,6 +182,8 @@ class Session:
         if self.report is not None or self.recorder.closed:
             return
         self.sweep.finish(status, reason)
+        if self.te_ranges is not None:
+            self.te_ranges.close()
         self.recorder.close()
         if self.recorder.lost:
             self.say(f"lowprec: {self.recorder.lost}")
@@ -169,6 +191,22 @@ class Session:
             self.sweep.clocks.close()
         if self.speaks and show:
             self._show()
+
+    def raise_on_fallback(self) -> None:
+        """Raise if the report names a GEMM with the verdict `fallback`, in any recipe, the baseline included.
+
+        What was asked for (`by_request`), what no recipe reaches (`outside`), what is emulated and what is not known
+        (`unproven`) does not count. On a rank that makes no report nothing is raised.
+
+        Raises:
+            FallbackError: see there.
+        """
+        if self.report is None:
+            return
+        if message := fallbacks(self.report):
+            raise FallbackError(f"{message} The report is in {self.folder}.")
+        if not any(part.verdict is not None and part.verdict.coverage.known for part in self.report.recipes):
+            self.say("lowprec: fail_on_fallback could check nothing: no traced step was recorded")
 
     def _show(self) -> None:
         """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""
@@ -186,6 +224,16 @@ class Session:
                 f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "
                 f"is in {self.recorder.path}: show it with `lowprec report {self.folder}`"
             )
+
+
+def wants_nvtx(options: Options) -> bool:
+    """Whether NVTX ranges are emitted: as asked, else while Nsight Systems is attached."""
+    return under_nsys() if options.nvtx is None else options.nvtx
+
+
+def early_ranges(options: Options) -> TeRanges | None:
+    """Switch Transformer Engine's own NVTX ranges on, if ours are; to be called before any of its modules runs."""
+    return TeRanges() if wants_nvtx(options) else None
 
 
 def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCard]]:

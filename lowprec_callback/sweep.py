@@ -21,14 +21,15 @@ from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
-from lowprec_callback.measure.nvtx import Ranges
+from lowprec_callback.measure.nvtx import Ranges, capture_window
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
+from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
-from lowprec_callback.plan import PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Restored, Role
+from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
@@ -89,6 +90,7 @@ class Sweep:
     _traced_step: int | None = None
     _memory_of: str | None = None
     _nvtx_depth: int = 0
+    _step_word: str = "step"
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
 
@@ -206,6 +208,8 @@ class Sweep:
                 yield from self._traced(card)
         elif self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
+        if self.settings.nvtx_steps and self.ranges.enabled:
+            yield from self._captured()
 
     def _use(self, card: RecipeCard, afresh: bool = False) -> None:
         """Switch to a recipe, from a clean state; with `afresh`, even if it is the one that runs."""
@@ -217,12 +221,32 @@ class Sweep:
     def _capture(self) -> Steps:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
-        log = GemmLog(self.engine.linear_layers())
+        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
         yield from self._watched_step(log)
         self._shapes = log.gemms()
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
         self.recorder.add(*self._shapes)
+        self._refuse_misfits()
+
+    def _refuse_misfits(self) -> None:
+        """Give up recipes that the captured tokens cannot run in: the library would raise inside the user's step.
+
+        Features were probed before; how many tokens a layer sees is only known now. Of a grouped layer it is not
+        known which group gets how many.
+        """
+        for card in list(self.cards[1:]):
+            wrong = {
+                f"{gemm.module} ({card.misfit(gemm.m, gemm.k, gemm.n)})": None
+                for gemm in self._shapes
+                if gemm.quantizable and gemm.groups == 1 and gemm.m % card.align_m
+            }
+            if wrong:
+                self.cards.remove(card)
+                names = list(wrong)
+                more = f" and {len(names) - 3} more modules" if len(names) > 3 else ""
+                reason = f"the model's tokens do not fit, and wgrad sums over them: {', '.join(names[:3])}{more}"
+                self.recorder.add(Refusal(card.name, reason, "the captured step"))
 
     def _benchmark(self) -> None:
         """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone."""
@@ -232,7 +256,10 @@ class Sweep:
             if self.progress is not None:
                 self.progress.update(f"GEMM benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
 
-        for fact in benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell):
+        times = benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell)
+        if self.no_trace is None:
+            times = with_kernels(self.engine, self.cards, self.baseline.name, self._shapes, times)
+        for fact in times:
             self.recorder.add(fact)
         memory.clean(self.engine.device)
 
@@ -268,13 +295,14 @@ class Sweep:
         self._use(card, afresh=True)
         self._what = f"tracing {card.name}"
         device = self.engine.device
-        log = GemmLog(self.engine.linear_layers())
+        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
         memory.reset_peak(device)
         self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
         self._memory_of = card.name
-        yield from self._watched_step(log)
+        with self.engine.observe(card) as notes:
+            yield from self._watched_step(log)
         self._memory_of = None
-        self.recorder.add(*log.dispatches(card.name, self.engine.in_region))
+        self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
 
         tracer = Tracer(device)
         with ExitStack() as stack:
@@ -289,9 +317,25 @@ class Sweep:
                     yield
                     scopes.clear()
         try:
-            self.recorder.add(*tracer.traces(card.name, log.entry_calls or None))
+            self.recorder.add(*tracer.traces(card.name, log.calls or None))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
+
+    def _captured(self) -> Steps:
+        """Steps for another tool's trace: one capture window, and ranges down to the GEMM on whatever thread."""
+        with capture_window(self.engine.device):
+            for card in self.cards:
+                self._use(card)
+                self._what = f"NVTX ranges of {card.name}"
+                self._step_word = "settle"
+                for _ in range(NVTX_SETTLE):
+                    yield
+                self._step_word = "step"
+                log = GemmLog(self.engine.linear_layers())
+                scopes = ModuleScopes(self.engine.scoped_modules(), self.ranges.enter_module, self.ranges.leave_module)
+                with scopes.installed(), self.engine.watch(scopes.current, around=self.ranges.gemms(log.module_of)):
+                    for _ in range(self.settings.nvtx_steps):
+                        yield
 
     def _watched_step(self, log: GemmLog) -> Steps:
         """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler."""
@@ -300,7 +344,9 @@ class Sweep:
         with ExitStack() as stack:
             tracer.start()
             stack.callback(_stop_quietly, tracer)
-            with scopes.installed(), self.engine.watch(scopes.current, log.add_call):
+            # The ranges mark the products inside a call, which are no further ones (TE's reference GEMMs are such).
+            around = _gemm_ranges(log)
+            with scopes.installed(), self.engine.watch(scopes.current, log.add_call, around):
                 yield
         for product in tracer.products():
             log.add_product(product)
@@ -317,7 +363,7 @@ class Sweep:
             self._step_range = step_range(self._traced_step)
             self._step_range.__enter__()
         if self.ranges.enabled and self.card is not None:
-            self._push(f"{self.card.name} step", self._steps_done)
+            self._push(f"{self.card.name} {self._step_word}", self._steps_done)
         self.phase("data")
 
     def _close_step(self) -> None:

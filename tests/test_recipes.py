@@ -207,6 +207,14 @@ def test_the_known_arguments_are_te_s(te: ModuleType, te_class: str) -> None:
         assert set(recipes.TE_ARGUMENTS[te_class]) & fields
 
 
+@pytest.mark.parametrize("factory", [None, "a.b", "a.b:", ":f", "a b:f", "a.b:f()", 3])
+def test_a_custom_recipe_needs_the_place_of_its_factory(factory: Any) -> None:
+    card = recipes.read_card(Path(__file__).parents[1] / "examples" / "recipes" / "nvfp4_reference.toml")
+    assert card.te_class == "CustomRecipe"
+    with pytest.raises(RecipeError, match=r"CustomRecipe wants a function of quantizers"):
+        card.with_arguments({"qfactory": factory})
+
+
 def test_delayed_scaling_cannot_be_built_with_a_backward_override(te: ModuleType) -> None:
     """What doctor says of NVTE_BACKWARD_OVERRIDE."""
     with pytest.raises(ValueError, match="only supports backward_override=None"):

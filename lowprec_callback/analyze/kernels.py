@@ -145,6 +145,7 @@ BEFORE_GEMM: tuple[Rule, ...] = (
         "scale",
         r"(?:_|^|::)(?:un)?swizzle_|_swizzle\w*_kernel",
         "scale factors put into the tensor cores' order",
+        "scales-unswizzled",
     ),
     _name(
         "scale",

@@ -16,15 +16,18 @@ from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, nu
 from lowprec_callback.analyze.ledger import ledger
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
+from lowprec_callback.analyze.products import beside
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import Scene, headline, reading
-from lowprec_callback.analyze.slow_paths import slow_paths
+from lowprec_callback.analyze.slow_paths import Watched, slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
 from lowprec_callback.analyze.status import plan_text, problems, restored_text, status_of, unfinished
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
 from lowprec_callback.analyze.verdict import Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
+from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards
 from lowprec_callback.recording import (
+    AttentionBackend,
     Card,
     Clocks,
     Dispatch,
@@ -38,11 +41,13 @@ from lowprec_callback.recording import (
     Memory,
     Model,
     Plan,
+    Product,
     Recording,
     Refusal,
     Scales,
     StepTime,
     Trace,
+    UncachedWeights,
 )
 from lowprec_callback.report import (
     VERSION,
@@ -120,7 +125,8 @@ class _Facts:
         self.cards = {card.recipe: card for card in recording.of(Card)}
         self.refusals = {refusal.recipe: refusal for refusal in recording.of(Refusal)}
         self.benchmark = Benchmark(recording.lines(GemmTime))
-        self.book = SignatureBook(recording.of(GemmTime), self.cards)
+        override = self.variables.get("NVTE_BACKWARD_OVERRIDE")
+        self.book = SignatureBook(recording.of(GemmTime), self.cards, override)
         self.steps = _by_recipe(
             (line, step)
             for line, step in recording.lines(StepTime)
@@ -132,6 +138,8 @@ class _Facts:
         self.clocks = _by_recipe(recording.lines(Clocks))
         self.dispatches = _by_recipe(recording.lines(Dispatch))
         self.scales = _by_recipe(recording.lines(Scales))
+        self.products = _by_recipe(recording.lines(Product))
+        self._capability = environment.compute_capability if environment else None
         traces = recording.lines(Trace)
         self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
         self.flaws = tuple(
@@ -148,6 +156,19 @@ class _Facts:
         found = [*(plan.recipes if plan else ()), *self.cards, *self.steps, *self.refusals]
         baselines = [plan.baseline] if plan else [card.recipe for card in self.cards.values() if card.baseline]
         return tuple(dict.fromkeys([*baselines[:1], *found]))
+
+    def watched(self, name: str, card: Card) -> Watched:
+        """What the watched step of a recipe showed of slow paths."""
+        plan = self.recording.last(Plan)
+        return Watched(
+            gemms=[gemm for _, gemm in self.gemms],
+            dispatches=[fact for _, fact in self.dispatches.get(name, [])],
+            backends=[fact for fact in self.recording.of(AttentionBackend) if fact.recipe == name],
+            uncached=[fact for fact in self.recording.of(UncachedWeights) if fact.recipe == name],
+            micro_batches=plan.micro_batches if plan else 1,
+            card=_as_card(card),
+            compute_capability=self._capability,
+        )
 
     def refused(self, name: str) -> str | None:
         """Why a recipe has no steps at all; a recipe that was given up after some steps is not refused."""
@@ -169,6 +190,15 @@ class _Measured:
     ledger: Ledger | None = None
     no_ledger: str | None = None
     bad_loss: float | None = None
+
+
+def _as_card(fact: Card) -> RecipeCard | None:
+    """The built-in card of this name with the arguments that ran; None for a card of the user's own."""
+    card = load_cards().get(fact.recipe)
+    try:
+        return card.with_arguments(fact.arguments) if card is not None else None
+    except RecipeError:
+        return None
 
 
 def _latest(gemms: Numbered[Gemm]) -> Numbered[Gemm]:
@@ -346,7 +376,8 @@ def _verdict(
         {} if facts.on_cpu else kernel_witness(part.views, facts.book),
         Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
         facts.book.contradictions.get(name, ()),
-        () if facts.on_cpu else slow_paths(part.views),
+        () if facts.on_cpu else slow_paths(part.views, facts.watched(name, card)),
+        beside(facts.products.get(name, []), [gemm for _, gemm in facts.gemms]),
     )
     against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
     return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

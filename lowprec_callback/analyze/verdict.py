@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
@@ -22,6 +22,12 @@ from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
 
 SHARE = "share"
 """Unit of coverage: a share of one."""
+
+RECOMPUTED = (
+    "recomputed in backward outside the quantized region, and its backward pass with it: reentrant "
+    "torch.utils.checkpoint does that, te.checkpoint opens the region again"
+)
+SOFTWARE = "the custom quantizer's own code multiplies"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ def verdict(
     audit: Audit,
     contradictions: Iterable[str] = (),
     slow_paths: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
 ) -> Verdict:
     """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
     captured = [gemm for _, gemm in gemms]
@@ -74,7 +81,8 @@ def verdict(
         clash = clash or (stored.misfit if stored else None)
         if clash:
             disagreements.append(clash)
-        seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward)
+        lost = witness.lost_in_recomputation(gemm.module)
+        seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward, lost)
         for finding in _findings(gemm, seen, audit):
             if stored and "operands" in finding.witnesses:
                 finding.witnesses["memory"] = stored.text
@@ -96,6 +104,7 @@ def verdict(
         summary=summary(rows, reachable, coverage, shown(asked.precision), audit.te),
         disagreements=tuple(dict.fromkeys(disagreements)),
         slow_paths=slow_paths,
+        beside=beside,
     )
 
 
@@ -116,6 +125,8 @@ class Seen:
     """Whether the witnesses contradict each other."""
     quantized_forward: bool
     """Whether the same module's forward GEMM ran quantized."""
+    lost_in_recomputation: bool
+    """Whether it ran quantized in forward, and wide when checkpointing made it again in backward."""
 
 
 @dataclass(frozen=True)
@@ -163,27 +174,45 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
         ran = str(outcome.operands)
         if seen.clash:
             word, why = "unproven", "the witnesses disagree"
+        elif outcome.software:
+            ran, word, why = _by_software(asked, outcome, sight, audit)
         elif emulated and outcome.operands.precision == "fp8-block":
             ran += ", run as mxfp8"
             word, why = "emulated", "block scales were converted before the product, and an MXFP8 kernel ran"
-        elif kernels and gemm.quantizable and len(seen.outcomes) == 1 and scaled_alike(asked, outcome.operands):
+        elif (
+            kernels
+            and gemm.quantizable
+            and len(seen.outcomes) == 1
+            and scaled_alike(asked, outcome.operands)
+            and not _cause(outcome)
+        ):
             _, word, why = _by_kernels_alone(gemm, asked, sight, audit)
             why = "kernel names tell the format, operands the scaling" if word == "confirmed" else why
         else:
-            word, why = _judge(gemm, asked, outcome, audit, seen.quantized_forward)
+            word, why = _judge(gemm, asked, outcome, audit, seen)
             why = "; ".join(text for text in (why, _tf32(sight) if kernels else _silence(sight, audit)) if text)
         found.append(Finding(ran, word, why, {"operands": str(outcome.operands), **kernels}, outcome.calls / due))
     unseen = 1.0 - watched / due
     if unseen > 1e-9:
         why = f"{unseen:.0%} of the calls reached no function that was watched"
         found.append(Finding(UNKNOWN, "unproven", why, {}, unseen))
-    return found
+    return _merged(found)
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Calls that differ only in what made no difference (a forward and its sound recomputation) as one finding."""
+    parts: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.ran, finding.word, finding.why)
+        before = parts.get(key)
+        parts[key] = finding if before is None else replace(before, part=before.part + finding.part)
+    return list(parts.values())
 
 
 def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: KernelSight | None) -> str | None:
     """If kernels ran that cannot have multiplied the operands that were seen: a sentence that says so."""
-    if sight is None:
-        return None
+    if sight is None or any(outcome.software for outcome in outcomes):
+        return None  # Python code multiplies as it likes: `_by_software` says what it did
     seen = [outcome.operands for outcome in outcomes if outcome.operands.precision != UNKNOWN]
     if not seen:
         return None
@@ -200,12 +229,12 @@ def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: Kern
     return None
 
 
-def _judge(
-    gemm: Gemm, asked: Operands, outcome: Outcome, audit: Audit, quantized_forward: bool
-) -> tuple[VerdictWord, str]:
+def _judge(gemm: Gemm, asked: Operands, outcome: Outcome, audit: Audit, seen: Seen) -> tuple[VerdictWord, str]:
     """The verdict on calls whose operands were seen and that no kernel contradicts."""
     ran = outcome.operands
     if same(asked, ran) and (gemm.quantizable or audit.card.baseline):
+        if outcome.other_recipe or outcome.stale_recipe:
+            return "fallback", _cause(outcome)
         note = "the operands do not tell delayed from current scaling" if "tensor" in ran.scalings else ""
         return "confirmed", note
     if not gemm.quantizable:
@@ -215,11 +244,44 @@ def _judge(
     if asked.precision == "fp8-block" and ran.precision == "mxfp8":
         return "emulated", "block scaling ran as MXFP8"
     wider = BITS[ran.precision] > BITS.get(asked.precision, 0)
-    if wider and outcome.in_region is False:
-        return "by_request", "the module ran outside the quantized region"
-    if wider and gemm.role != "fprop" and audit.backward_override and quantized_forward:
+    fell = _how_it_fell(asked.precision, ran.precision, str(ran))
+    if wider and seen.lost_in_recomputation and (outcome.recomputed or gemm.role != "fprop"):
+        return "fallback", f"{RECOMPUTED}: {fell}"
+    if wider and outcome.in_region is False and audit.card.scaling != "none":
+        return "by_request", "the module ran outside the quantized region (a region that the model switches off)"
+    if wider and gemm.role != "fprop" and audit.backward_override and seen.quantized_forward:
         return "by_request", f"{audit.backward_override} asks for a wide backward pass"
-    return "fallback", _how_it_fell(asked.precision, ran.precision, str(ran))
+    return "fallback", "; ".join(text for text in (_cause(outcome), fell) if text)
+
+
+def _cause(outcome: Outcome) -> str:
+    """Why these operands are not the recipe's, where the engine can tell."""
+    if outcome.other_recipe:
+        return f"the model opens a region of its own, with {outcome.other_recipe}, inside the recipe's"
+    if outcome.stale_recipe:
+        return (
+            f"its quantizers were built for {outcome.stale_recipe}: Transformer Engine keeps them as long as the "
+            "class of the recipe stays the same (its issue 3157)"
+        )
+    return ""
+
+
+def _by_software(
+    asked: Operands, outcome: Outcome, sight: KernelSight | None, audit: Audit
+) -> tuple[str, VerdictWord, str]:
+    """(ran, verdict, why) of operands that a custom quantizer's own code multiplied: kernels alone tell in what."""
+    operands = str(outcome.operands)
+    if sight is None or not sight.known:
+        return operands, "unproven", f"{SOFTWARE}, and {_silence(sight, audit)}"
+    multiplied = " and ".join(sight.known)
+    strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
+    if not strange and UNKNOWN not in sight.counts and same(asked, outcome.operands):
+        return operands, "confirmed", ""
+    ran = f"{operands}, multiplied in {multiplied}"
+    if not strange:
+        return ran, "unproven", f"{SOFTWARE}, and not every kernel name is known"
+    worst = max(strange, key=lambda precision: BITS.get(precision, 0))
+    return ran, "fallback", f"no {shown(asked.precision)} kernel ran: {SOFTWARE} in {shown(worst)}"
 
 
 def _how_it_fell(asked: str, ran: str, text: str) -> str:

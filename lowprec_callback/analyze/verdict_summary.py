@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lowprec_callback.analyze.gemms import operation
-from lowprec_callback.report import Figure, VerdictRow
+from lowprec_callback.report import Figure, Report, VerdictRow
 
 
 def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, asked: str, te: bool) -> str:
@@ -29,6 +29,26 @@ def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Fig
             kinds.setdefault(row.verdict, []).append(row)
     told = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
     return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {told}.{tail}"
+
+
+def fallbacks(report: Report, most: int = 5) -> str:
+    """What did not run as asked, as sentences: recipe, modules, roles, formats and cause. Empty if all did."""
+    found: dict[tuple[str, str, str, str, str], list[VerdictRow]] = {}
+    for part in report.recipes:
+        for row in part.verdict.rows if part.verdict is not None else ():
+            if row.verdict == "fallback":
+                key = (part.name, operation(row.module), row.asked, row.ran, row.why)
+                found.setdefault(key, []).append(row)
+    if not found:
+        return ""
+    told = []
+    for (recipe, name, asked, ran, why), rows in list(found.items())[:most]:
+        modules = list(dict.fromkeys(row.module for row in rows))
+        where = modules[0] if len(modules) == 1 else f"{name} ({len(modules)} modules)"
+        roles = ", ".join(dict.fromkeys(row.role for row in rows))
+        told.append(f"{recipe}: {where}, {roles}: asked {asked}, ran {ran}: {why}")
+    more = f"; and {len(found) - most} more like these" if len(found) > most else ""
+    return f"Not every GEMM ran in the precision that was asked for. {'; '.join(told)}{more}."
 
 
 def _floor_percent(share: float) -> str:

@@ -7,7 +7,7 @@ benchmark (`GemmTime.kernels`), whose precision is known because the benchmark c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowprec_callback.analyze.kernels import classify
 from lowprec_callback.analyze.precision import UNKNOWN, Operands, kernel_fits
@@ -17,6 +17,9 @@ from lowprec_callback.recording import Card, Dispatch, Gemm, GemmTime
 Place = tuple[str, str]
 """(module, role)."""
 
+CUSTOM_ENTRY = "custom_gemm"
+"""The entry (`Dispatch.entry`) where TE hands operands to a custom quantizer's own Python code."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -25,6 +28,16 @@ class Outcome:
     operands: Operands
     in_region: bool | None
     calls: int
+    other_recipe: str | None = None
+    stale_recipe: str | None = None
+    recomputed: bool = False
+    software: bool = False
+    """Whether Python code of a custom quantizer multiplied, not a GEMM of the library."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether an operand was not quantized."""
+        return not self.operands.quantized
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,29 @@ class OperandWitness:
 
     def outcomes(self, gemm: Gemm, only_shape: bool) -> list[Outcome]:
         """What this GEMM's calls got. With `only_shape`, calls with another shape do not count."""
-        calls: dict[tuple[Operands, bool | None], int] = {}
+        calls: dict[Outcome, int] = {}
         for dispatch in self.found.get((gemm.module, gemm.role), ()):
             if only_shape and (dispatch.m, dispatch.k, dispatch.n) != (gemm.m, gemm.k, gemm.n):
                 continue
-            key = (Operands.seen(dispatch.weight_or_input, dispatch.other), dispatch.in_region)
+            key = Outcome(
+                operands=Operands.seen(dispatch.weight_or_input, dispatch.other),
+                in_region=dispatch.in_region,
+                calls=0,
+                other_recipe=dispatch.other_recipe,
+                stale_recipe=dispatch.stale_recipe,
+                recomputed=dispatch.recomputed,
+                software=dispatch.entry == CUSTOM_ENTRY,
+            )
             calls[key] = calls.get(key, 0) + dispatch.calls
-        return [Outcome(operands, region, count) for (operands, region), count in calls.items()]
+        return [replace(outcome, calls=count) for outcome, count in calls.items()]
+
+    def lost_in_recomputation(self, module: str) -> bool:
+        """Whether a module's forward ran quantized, and its recomputation in backward did not."""
+        forwards = [
+            (dispatch.recomputed, Operands.seen(dispatch.weight_or_input, dispatch.other).quantized)
+            for dispatch in self.found.get((module, "fprop"), ())
+        ]
+        return (False, True) in forwards and (True, False) in forwards
 
 
 @dataclass
@@ -86,7 +115,10 @@ class KernelSight:
 class SignatureBook:
     """Kernel names that the benchmark launched, and the precisions that it launched them in."""
 
-    def __init__(self, times: Iterable[GemmTime], cards: Mapping[str, Card]) -> None:
+    def __init__(
+        self, times: Iterable[GemmTime], cards: Mapping[str, Card], backward_override: str | None = None
+    ) -> None:
+        """`backward_override`: what the environment asked of every recipe (NVTE_BACKWARD_OVERRIDE), if anything."""
         self._precisions: dict[str, set[str]] = {}
         self.contradictions: dict[str, list[str]] = {}
         """By recipe: benchmarks whose kernel names say another precision than they were asked to run."""
@@ -95,10 +127,11 @@ class SignatureBook:
             if card is None or time.failure:
                 continue
             asked = Operands.asked(card, time.role)
-            for name in time.kernels:
+            override = card.arguments.get("backward_override", backward_override)
+            if time.role != "fprop" and override and card.scaling not in ("none", "tensor-delayed"):
+                continue  # the call multiplied wide operands by request: which, the card does not say
+            for name in _products(time.kernels):
                 kernel = classify(name)
-                if kernel.gemm_helper:
-                    continue
                 self._precisions.setdefault(name, set()).add(asked.precision)
                 emulated = asked.precision == "fp8-block" and kernel.precision == "mxfp8"
                 if kernel.precision != UNKNOWN and not emulated and not kernel_fits(asked, kernel.precision):
@@ -107,10 +140,22 @@ class SignatureBook:
                     text = f"{bench} ran a {kernel.precision} kernel: {name}"
                     self.contradictions.setdefault(time.recipe, []).append(text)
 
+    def knows(self, name: str) -> bool:
+        """Whether the benchmark launched this kernel as a product."""
+        return name in self._precisions
+
     def precision(self, name: str) -> str:
         """The one precision that the benchmark launched this kernel in; `unknown` if none or several."""
         found = self._precisions.get(name, set())
         return next(iter(found)) if len(found) == 1 else UNKNOWN
+
+
+def _products(kernels: Sequence[str]) -> list[str]:
+    """The products among the kernels of one GEMM call: what the grammar calls one, else the only unknown name."""
+    known = [(name, classify(name)) for name in dict.fromkeys(kernels)]
+    gemms = [name for name, kernel in known if kernel.bucket == "gemm" and not kernel.gemm_helper]
+    unknown = [name for name, kernel in known if kernel.bucket == "other"]
+    return gemms or (unknown if len(unknown) == 1 else [])
 
 
 def kernel_place(gemm: Gemm, kernels: Mapping[Place, KernelSight]) -> Place:
@@ -130,7 +175,9 @@ def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Plac
     found: dict[Place, KernelSight] = {}
     for view in views:
         for group in view.groups:
-            if not group.role or not group.module or not group.is_linear_gemm:
+            if not group.role or not group.module:
+                continue
+            if not group.is_linear_gemm and not (group.bucket == "other" and book.knows(group.name)):
                 continue
             precision = group.kernel.precision
             if precision == UNKNOWN:

@@ -19,7 +19,7 @@ from torch import nn
 from lowprec_callback.measure.dispatch import Call, Sizes
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import Role, Scales
+from lowprec_callback.recording import Fact, Role, Scales
 
 Current = Callable[[], Scope | None]
 Around = Callable[[Scope | None, Role, Sizes], AbstractContextManager[Any]]
@@ -47,6 +47,17 @@ class LinearLayer:
     bias: bool
     quantizable: bool
     """Whether a recipe reaches its GEMMs."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What the quantized region around a module's last forward was; nothing is known where no engine has regions."""
+
+    active: bool | None = None
+    other: str | None = None
+    """The region's recipe, if it is not the one that the engine runs."""
+    stale: str | None = None
+    """The recipe that the module's quantizers were built for, if it is not the region's."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +151,16 @@ class Engine(ABC):
         """
         return nullcontext()
 
-    def in_region(self, path: str) -> bool | None:
-        """Whether the module's last forward ran inside a quantized region; None if there is no such thing."""
+    def region_of(self, path: str) -> Region:
+        """The quantized region that a module's last forward ran in."""
         del path
-        return None
+        return Region()
+
+    def observe(self, card: RecipeCard) -> AbstractContextManager[list[Fact]]:
+        """Around a watched step: the list holds, once it is over, what else tells why it may be slower than it could
+        be."""
+        del card
+        return nullcontext([])
 
     def scales(self, card: RecipeCard) -> list[Scales]:
         """Delayed scaling's state, for a few modules; empty for recipes that have none."""

@@ -11,8 +11,10 @@ its state as it did on the first step of its life.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -20,11 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Replay, Weight
+from lowprec_callback.engines import te_attention, te_state
+from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Region, Replay, Weight
 from lowprec_callback.engines.plain_torch import plain_linears
 from lowprec_callback.measure.dispatch import Call, storages, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
-from lowprec_callback.recording import Scales
+from lowprec_callback.recording import AttentionBackend, Fact, Scales, UncachedWeights
 
 PROBE_TOKENS = 128
 """M of the probe: a multiple of every alignment that a recipe asks for (NVFP4's fused path wants 64)."""
@@ -113,9 +116,17 @@ def build_recipe(card: RecipeCard) -> Any:
         for key in ("fp8_format", "fp4_format"):
             if isinstance(arguments.get(key), str):
                 arguments[key] = getattr(recipes.Format, arguments[key])
+        if isinstance(factory := arguments.get("qfactory"), str):
+            arguments["qfactory"] = _imported(factory)
         return cls(**arguments)
-    except (AttributeError, TypeError, AssertionError, ValueError) as error:
+    except (AttributeError, ImportError, TypeError, AssertionError, ValueError) as error:
         raise ValueError(f"{card.te_class}({arguments}): {error}") from error
+
+
+def _imported(place: str) -> Any:
+    """The function at "package.module:function". Raises ImportError or AttributeError."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def is_te_module(module: nn.Module) -> bool:
@@ -132,6 +143,8 @@ class TransformerEngineEngine(Engine):
         super().__init__(model, device, why)
         self._loaded = load()
         self._recipes: dict[str, Any] = {}
+        self._asked: Any = None
+        """TE's recipe object of the region opened last; None for a region that is switched off."""
         self._saved: _QuantizationState | None = None
 
     @property
@@ -155,19 +168,57 @@ class TransformerEngineEngine(Engine):
         return NotRun(reason, "the recipe card's requirements") if reason else None
 
     def probe(self, card: RecipeCard) -> NotRun | None:
-        """Run one layer of each of the model's feature sizes, forward and backward, inside the region."""
-        sizes = {
-            (weight.k, weight.n) for layer in self.linear_layers() if layer.quantizable for weight in layer.weights
-        }
+        """Run one layer of each of the model's feature sizes, forward and backward, inside the region.
+
+        Before that: weights that are stored in one recipe's format run in no other.
+        """
+        sizes: dict[tuple[int, int], list[str]] = {}
+        for layer in self.linear_layers():
+            if layer.quantizable:
+                for weight in layer.weights:
+                    sizes.setdefault((weight.k, weight.n), []).append(layer.path + weight.suffix)
+        if card.scaling != "none" and (reason := self._stored_otherwise(card)):
+            return NotRun(reason, "Transformer Engine's own check of stored weights")
         with self.own_state():
-            for k, n in sorted(sizes):
+            for (k, n), paths in sorted(sizes.items()):
                 try:
                     reason = self._probe_one(card, k, n)
                 except Exception as error:
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 if reason:
-                    return NotRun(f"a tiny te.Linear({k}, {n}) failed: {reason}", "our probe")
+                    # Tokens are not known yet; any card takes no tokens at all.
+                    misfit = card.misfit(0, k, n)
+                    size = f" ({misfit})" if misfit else ""
+                    names = [path for path in paths if path]  # a model that is one layer has no path
+                    where = f". Modules of this size{size}: {_some(names)}" if names else ""
+                    return NotRun(f"a tiny te.Linear({k}, {n}) failed: {reason}{where}", "our probe")
         return None
+
+    def _stored_otherwise(self, card: RecipeCard) -> str | None:
+        """If weights are stored for another class of recipe (`quantized_model_init`): where, and for which.
+
+        TE raises at the first forward of such a module, in the middle of training.
+        """
+        try:
+            recipe = build_recipe(card)
+        except ValueError:
+            return None  # the probe says it
+        found: dict[str, list[str]] = {}
+        for path, module in self.model.named_modules():
+            if not is_te_module(module):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                quantizer = getattr(parameter, "_quantizer", None)
+                wanted = getattr(quantizer, "_get_compatible_recipe", lambda: None)()
+                if wanted is not None and not isinstance(recipe, wanted):
+                    found.setdefault(wanted.__name__, []).append(f"{path}.{name}")
+        if not found:
+            return None
+        stored = "; ".join(f"{name}: {_some(paths)}" for name, paths in found.items())
+        return (
+            f"weights are stored for another recipe (quantized_model_init), so that none of fprop, dgrad and wgrad of "
+            f"these modules can run in {type(recipe).__name__}: stored for {stored}"
+        )
 
     def _probe_one(self, card: RecipeCard, k: int, n: int) -> str | None:
         generator = torch.Generator(device=self.device).manual_seed(0)
@@ -194,6 +245,7 @@ class TransformerEngineEngine(Engine):
         if enabled and card.name not in self._recipes:
             self._recipes[card.name] = build_recipe(card)
         recipe = self._recipes.get(card.name)
+        self._asked = recipe
         te = self._loaded.te
         if hasattr(te, "autocast"):
             return te.autocast(enabled=enabled, recipe=recipe)  # type: ignore[no-any-return]
@@ -247,12 +299,27 @@ class TransformerEngineEngine(Engine):
     ) -> AbstractContextManager[None]:
         """See `Engine.watch`."""
         owned = storages(self.model.parameters()) if calls is not None else ()
-        return watch_entries(self._loaded.tex, current, calls, around, replay, owned)
+        custom = sys.modules.get("transformer_engine.pytorch.cpp_extensions.gemm")
+        return watch_entries(self._loaded.tex, current, calls, around, replay, owned, custom)
 
-    def in_region(self, path: str) -> bool | None:
-        """TE notes on each module whether its last forward was quantized."""
-        flag = getattr(self.model.get_submodule(path), "fp8", None)
-        return flag if isinstance(flag, bool) else None
+    def region_of(self, path: str) -> Region:
+        """TE notes on each module whether its last forward was quantized, and by which recipe."""
+        try:
+            module = self.model.get_submodule(path)
+        except AttributeError:  # a call whose module is not known
+            return Region()
+        return te_state.region_of(module, self._asked)
+
+    @contextmanager
+    def observe(self, card: RecipeCard) -> Iterator[list[Fact]]:
+        """Which attention backend TE chooses and why, and the modules that quantize their weight at every forward."""
+        facts: list[Fact] = []
+        with te_attention.choices() as chosen:
+            yield facts
+        facts += [AttentionBackend(card.name, choice.backend, choice.reasons) for choice in chosen]
+        modules = tuple(path for path, module in self.model.named_modules() if te_state.uncached(module))
+        if modules:
+            facts.append(UncachedWeights(card.name, modules))
 
     def scales(self, card: RecipeCard) -> list[Scales]:
         """Scales and amax of the first and last module that has delayed-scaling state."""
@@ -295,6 +362,11 @@ def _weights(module: nn.Module) -> tuple[Weight, ...]:
     if isinstance(k, int) and isinstance(n, int):
         return (Weight("", k, n),)
     return tuple(Weight("", p.shape[1], p.shape[0]) for _, p in own[:1])
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def _has_bias(module: nn.Module) -> bool:

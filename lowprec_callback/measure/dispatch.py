@@ -4,8 +4,10 @@ Two sources, both for untimed steps only:
 
 * `watch_entries` replaces Transformer Engine's GEMM entries (`transformer_engine_torch.generic_gemm` and
   `te_general_grouped_gemm`). Every linear layer of TE goes through them by attribute, in forward and backward
-  (replacing `general_gemm` would miss the modules that imported it by name). TE itself is not imported here:
-  the module object comes from the engine, and operands are described by the names of their classes.
+  (replacing `general_gemm` would miss the modules that imported it by name). Operands of a custom recipe never
+  come there: TE hands them to `custom_gemm`, which multiplies as the quantizer's own Python code says; it is watched
+  where TE looks it up. TE itself is not imported here: the module objects come from the engine, and operands are
+  described by the names of their classes.
 * `product_of` reads the matrix products of PyTorch itself (`nn.Linear`, attention's batched products) from the
   profiler's operator events, which hold sizes and types. A dispatch mode would see the same, but it changes what it
   looks at: `torch.compile` gives up a frame for good when a mode is active, and TE's fused GELU then ran eagerly for
@@ -36,6 +38,10 @@ GROUPED_ENTRIES = (
     "te_general_grouped_gemm_for_discrete_out",
 )
 
+CUSTOM_ENTRY = "custom_gemm"
+"""TE's GEMM for custom quantizers. Its arguments: A, B, ..., and at position 8 the layout as a text."""
+_CUSTOM_LAYOUT, _CUSTOM_OUT_DTYPE, _CUSTOM_ACCUMULATE, _CUSTOM_BIAS = 8, 3, 7, 10
+
 ROLE_OF_LAYOUT: dict[str, Role] = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
 
 _FORMATS = {
@@ -54,6 +60,7 @@ _STORAGES = (
     ("Float8Tensor", "tensor", "_fp8_dtype"),
     ("MXFP8", "mx-32", "_fp8_dtype"),
     ("NVFP4", "nvfp4-16", "_fp4_dtype"),
+    ("CurrentScalingTensorRef", "tensor-current", "quant_dtype"),
 )
 
 _QUANTIZER_SCALING = {
@@ -96,6 +103,8 @@ class Call:
     bias: bool
     groups: int
     entry: str
+    recomputed: bool = False
+    """A forward GEMM that runs while backward does: activation checkpointing makes it again."""
 
 
 def format_of(dtype: torch.dtype) -> str:
@@ -153,6 +162,9 @@ def shape_of(operand: Any) -> tuple[int, int]:
     """
     if isinstance(operand, torch.Tensor) and not hasattr(operand, "_quantizer"):
         return prod(operand.shape[:-1]), operand.shape[-1]
+    original = getattr(operand, "original_shape", None)  # TE's reference quantizers keep it
+    if original is not None:
+        return prod(original[:-1]), original[-1]
     name = type(operand).__name__
     packed = 2 if name.startswith("NVFP4") else 1
     for attribute in ("_data", "_rowwise_data"):
@@ -228,6 +240,7 @@ def watch_entries(
     around: Callable[[Scope | None, Role, Sizes], Any] | None = None,
     replay: Callable[[Role, Callable[[], Any]], None] | None = None,
     owned: Collection[int] = (),
+    custom: Any = None,
 ) -> Iterator[None]:
     """Replace TE's GEMM entries while the context lasts.
 
@@ -240,34 +253,40 @@ def watch_entries(
         replay: gets the role and a function that makes the very same call again, before it is made for real: the
             benchmark times the GEMM alone that way, with the operands that training gave it.
         owned: the addresses of the storages of the model's parameters, to tell them from copies (see `storages`).
+        custom: the module in which TE looks up `custom_gemm`, or None where this version has none.
     """
-    originals = {name: getattr(tex, name) for name in (ENTRY, *GROUPED_ENTRIES) if hasattr(tex, name)}
+    entries = [(tex, name) for name in (ENTRY, *GROUPED_ENTRIES)] + [(custom, CUSTOM_ENTRY)]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in entries if hasattr(owner, name)]
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def entry(*args: Any, **kwargs: Any) -> Any:
             scope = current()
-            layout = _layout(args)
+            layout = _custom_layout(args, kwargs) if name == CUSTOM_ENTRY else _layout(args)
             role = ROLE_OF_LAYOUT.get(layout)
             if role is not None and sink is not None:
-                call = _read_call(name, args, kwargs, scope, role, layout, owned)
+                if name == CUSTOM_ENTRY:
+                    call = _read_custom_call(name, args, kwargs, scope, role, layout)
+                else:
+                    call = _read_call(name, args, kwargs, scope, role, layout, owned)
                 if call is not None:
                     sink(call)
             if role is not None and replay is not None:
                 replay(role, lambda: original(*args, **kwargs))
             if around is None or role is None:
                 return original(*args, **kwargs)
-            with around(scope, role, _sizes(args, role)):
+            second = args[1] if name == CUSTOM_ENTRY else args[2]
+            with around(scope, role, _sizes(args[0], second, role)):
                 return original(*args, **kwargs)
 
         return entry
 
-    for name, original in originals.items():
-        setattr(tex, name, wrap(name, original))
+    for owner, name, original in originals:
+        setattr(owner, name, wrap(name, original))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(tex, name, original)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 def _layout(args: tuple[Any, ...]) -> str:
@@ -277,10 +296,15 @@ def _layout(args: tuple[Any, ...]) -> str:
     return f"{'T' if args[1] else 'N'}{'T' if args[3] else 'N'}"
 
 
-def _sizes(args: tuple[Any, ...], role: Role) -> Sizes:
+def _custom_layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    layout = args[_CUSTOM_LAYOUT] if len(args) > _CUSTOM_LAYOUT else kwargs.get("layout", "TN")
+    return layout if isinstance(layout, str) and len(args) >= 2 else ""
+
+
+def _sizes(first: Any, second: Any, role: Role) -> Sizes:
     """(M, K, N) of the forward GEMM, or None if this version of TE passes operands in a way that we do not know."""
     try:
-        return sizes_of(role, args[0], args[2])
+        return sizes_of(role, first, second)
     except Exception:  # whatever it is, the call itself must go on
         return None
 
@@ -315,9 +339,42 @@ def _read_call(
             bias=not grouped and len(args) > 7 and args[7] is not None,
             groups=_matrices(args[0])[0] if grouped else 1,
             entry=name,
+            recomputed=role == "fprop" and _in_backward(),
         )
     except Exception:  # whatever it is, the call itself must go on
         return None
+
+
+def _read_custom_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope | None, role: Role, layout: str
+) -> Call | None:
+    """The same for `custom_gemm`, whose arguments are those of TE's Python layer."""
+    try:
+        m, k, n = sizes_of(role, args[0], args[1])
+        out_dtype = args[_CUSTOM_OUT_DTYPE] if len(args) > _CUSTOM_OUT_DTYPE else kwargs.get("out_dtype")
+        return Call(
+            scope=scope,
+            role=role,
+            m=m,
+            k=k,
+            n=n,
+            layout=layout,
+            first=describe(args[0]),
+            second=describe(args[1]),
+            output=format_of(out_dtype) if isinstance(out_dtype, torch.dtype) else "unknown",
+            accumulate=bool(args[_CUSTOM_ACCUMULATE]) if len(args) > _CUSTOM_ACCUMULATE else False,
+            bias=len(args) > _CUSTOM_BIAS and args[_CUSTOM_BIAS] is not None,
+            groups=1,
+            entry=name,
+            recomputed=role == "fprop" and _in_backward(),
+        )
+    except Exception:  # whatever it is, the call itself must go on
+        return None
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs this thread just now (torch.utils.checkpoint asks the same way)."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _one_of(operands: Any) -> Any:

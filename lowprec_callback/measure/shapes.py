@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowprec_callback.engines.base import LinearLayer, Weight
+from lowprec_callback.engines.base import LinearLayer, Region, Weight
 from lowprec_callback.measure.dispatch import AtenProduct, Call, Sizes
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import ROLES, Dispatch, Gemm, Operand, Role
+from lowprec_callback.recording import ROLES, Dispatch, Gemm, Operand, Product, Role
 
 _ROLE_ORDER = {role: index for index, role in enumerate(ROLES)}
 
@@ -38,6 +38,8 @@ class _Seen:
     bias: bool
     groups: int
     entry: str
+    region: Region
+    recomputed: bool
 
     def shape_key(self) -> tuple[str, int, int, int, int]:
         """What a `Gemm` fact is counted by."""
@@ -45,14 +47,20 @@ class _Seen:
 
 
 class GemmLog:
-    """Collects calls from any thread; read it when the step is over."""
+    """Collects calls from any thread; read it when the step is over.
 
-    def __init__(self, layers: list[LinearLayer]) -> None:
+    Args:
+        layers: the model's linear layers.
+        region: gives the quantized region of a module's last forward; asked at each call, because a later forward
+            (of a checkpoint that recomputes, of a shared module) may find another.
+    """
+
+    def __init__(self, layers: list[LinearLayer], region: Callable[[str], Region] = lambda _path: Region()) -> None:
         self._layers = {layer.path: layer for layer in layers}
+        self._region = region
         self._lock = threading.Lock()
         self._seen: list[_Seen] = []
-        self.strays: Counter[str] = Counter()
-        """Matrix products that belong to no linear layer, by module path and operator (attention's, mostly)."""
+        self._strays: Counter[AtenProduct] = Counter()
 
     def add_call(self, call: Call) -> None:
         """A call into Transformer Engine."""
@@ -77,6 +85,8 @@ class GemmLog:
                     bias=call.bias or bool(layer and layer.bias),
                     groups=call.groups,
                     entry=call.entry,
+                    region=self._region(layer.path if layer else path),
+                    recomputed=call.recomputed,
                 )
             )
 
@@ -85,9 +95,8 @@ class GemmLog:
         layer = self._layers.get(product.scope.module) if product.scope else None
         role = role_of(product, layer.weights[0]) if layer and product.scope else None
         if layer is None or role is None:
-            where = product.scope.module if product.scope else ""
             with self._lock:
-                self.strays[f"{where} {product.op}".strip()] += 1
+                self._strays[product] += 1
             return
         k, n = layer.weights[0].k, layer.weights[0].n
         outer = product.columns if role == "dgrad" and product.columns != k else product.rows
@@ -110,6 +119,8 @@ class GemmLog:
                     bias=layer.bias,
                     groups=1,
                     entry=product.op,
+                    region=Region(),
+                    recomputed=False,
                 )
             )
 
@@ -131,9 +142,27 @@ class GemmLog:
         return (exact, exact.weights[0]) if exact and len(exact.weights) == 1 else None
 
     @property
-    def entry_calls(self) -> int:
-        """GEMM calls of Transformer Engine so far: what the trace must show again."""
-        return sum(1 for seen in self._seen if not seen.entry.startswith("aten::"))
+    def calls(self) -> int:
+        """Linear-layer GEMM calls so far, Transformer Engine's and PyTorch's: what the trace must show again."""
+        return len(self._seen)
+
+    def products(self, recipe: str) -> list[Product]:
+        """The matrix products that belong to no linear layer, equal ones counted together."""
+        return [
+            Product(
+                recipe=recipe,
+                module=product.scope.module if product.scope else "",
+                op=product.op,
+                direction=product.scope.direction if product.scope else "",
+                batch=product.batch,
+                rows=product.rows,
+                inner=product.inner,
+                columns=product.columns,
+                formats=(product.first, product.second),
+                calls=calls,
+            )
+            for product, calls in self._strays.items()
+        ]
 
     def gemms(self) -> list[Gemm]:
         """The shapes of one step, with their number of calls, in the order of first appearance of their module."""
@@ -156,7 +185,7 @@ class GemmLog:
             for key, seen in sorted(first.items(), key=lambda item: (order[item[1].module], item[0][1:]))
         ]
 
-    def dispatches(self, recipe: str, in_region: Callable[[str], bool | None]) -> list[Dispatch]:
+    def dispatches(self, recipe: str) -> list[Dispatch]:
         """What reached the library, equal calls counted together."""
         counts: dict[str, tuple[_Seen, int]] = {}
         for seen in self._seen:
@@ -178,16 +207,13 @@ class GemmLog:
                 accumulate=seen.accumulate,
                 entry=seen.entry,
                 family=seen.family,
-                in_region=in_region(self._owner(seen.module)),
+                in_region=seen.region.active,
+                other_recipe=seen.region.other,
+                stale_recipe=seen.region.stale,
+                recomputed=seen.recomputed,
             )
             for seen, calls in counts.values()
         ]
-
-    def _owner(self, module: str) -> str:
-        """The module's path without the suffix of one of its weights."""
-        if module in self._layers:
-            return module
-        return module.rpartition(".")[0]
 
 
 def role_of(product: AtenProduct, weight: Weight) -> Role | None:

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lowprec_callback.measure.dispatch import AtenProduct, product_of
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import Role, Trace
+from lowprec_callback.recording import ROLES, Role, Trace
 
 PREFIX = "lowprec|"
 """Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
@@ -86,6 +86,10 @@ class Tracer:
         on_gpu = self._device.type == "cuda"
         return read_events(self._events(), recipe, on_gpu=on_gpu, expected_gemms=expected_gemms)
 
+    def gemm_kernels(self) -> dict[tuple[str, Role], tuple[str, ...]]:
+        """What `gemm_range`s launched: (module, role) to kernel names."""
+        return read_gemm_kernels(self._events())
+
     def products(self) -> list[AtenProduct]:
         """PyTorch's own matrix products in the session."""
         return read_products(self._events())
@@ -106,12 +110,7 @@ def read_events(
         if event.get("ph") == "X":
             by_category[event.get("cat", "")].append(event)
     host = [event for category in HOST_CATEGORIES for event in by_category[category]]
-    launches = {
-        event["args"]["correlation"]: event
-        for category in LAUNCH_CATEGORIES
-        for event in by_category[category]
-        if "correlation" in event.get("args", {})
-    }
+    launches = _launches(event for category in LAUNCH_CATEGORIES for event in by_category[category])
     steps = sorted(
         (int(event["name"].rsplit("|", 1)[1]), event["ts"], event["ts"] + event["dur"])
         for event in by_category["user_annotation"]
@@ -126,16 +125,35 @@ def read_events(
     return [_trace(recipe, index, begin, end, work, expected_gemms) for index, begin, end in steps]
 
 
+def read_gemm_kernels(events: Iterable[dict[str, Any]]) -> dict[tuple[str, Role], tuple[str, ...]]:
+    """The names of the kernels launched inside our GEMM ranges of a Chrome trace, each once, by (module, role)."""
+    whole = [event for event in events if event.get("ph") == "X"]
+    places = _Places([event for event in whole if event.get("cat") in HOST_CATEGORIES])
+    launches = _launches(whole)
+    found: dict[tuple[str, Role], dict[str, None]] = {}
+    for event in sorted((event for event in whole if event.get("cat") == "kernel"), key=lambda event: event["ts"]):
+        place = _gpu_work(event, launches, places)
+        role = next((role for role in ROLES if role == place.role), None)
+        if role is not None:
+            found.setdefault((place.module, role), {})[event["name"]] = None
+    return {key: tuple(names) for key, names in found.items()}
+
+
 def read_products(events: Iterable[dict[str, Any]]) -> list[AtenProduct]:
-    """PyTorch's matrix products in a Chrome trace with shapes, each with the module that ran it."""
+    """PyTorch's matrix products in a Chrome trace with shapes, each with the module that ran it.
+
+    Those inside a range of `gemm_range` are left out: they are how one call of the library multiplies, and the call
+    was seen.
+    """
     host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES]
     places = _Places(host)
     found = []
     for event in host:
         if event["cat"] == "cpu_op":
             product = product_of(event, None)
-            if product is not None:
-                found.append(replace(product, scope=places.at(event["tid"], event["ts"]).scope()))
+            place = places.at(event["tid"], event["ts"])
+            if product is not None and not place.role:
+                found.append(replace(product, scope=place.scope()))
     return found
 
 
@@ -264,6 +282,15 @@ def _last_at_or_before(values: list[Any], instant: Any) -> int:
     from bisect import bisect_right
 
     return bisect_right(values, instant) - 1
+
+
+def _launches(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Launch calls by the number that their kernels bear too."""
+    return {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
+    }
 
 
 def _gpu_work(event: dict[str, Any], launches: dict[int, dict[str, Any]], places: _Places) -> _Work:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowprec_callback.analyze.products import beside
 from lowprec_callback.analyze.traceview import view
-from lowprec_callback.analyze.verdict import Audit, verdict
+from lowprec_callback.analyze.verdict import RECOMPUTED, Audit, verdict
+from lowprec_callback.analyze.verdict_summary import fallbacks
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
-from lowprec_callback.recording import ROLES, Card, Dispatch, GemmTime, Operand
-from lowprec_callback.report import Verdict, VerdictRow
+from lowprec_callback.recording import ROLES, Card, Dispatch, GemmTime, Operand, Product
+from lowprec_callback.report import RecipeReport, Report, Verdict, VerdictRow
 
 from .recordings import (
     BF16_CARD,
@@ -304,6 +307,108 @@ def test_a_benchmark_that_ran_something_else_is_a_disagreement() -> None:
     wrong = [replace(t, kernels=(GEMM_NAMES["bf16"]["fprop"],)) for t in gemm_times("fp8_block", ONE, 1, 1)]
     found = judge(BLOCK_CARD, ONE, dispatches("fp8_block", ONE), times=wrong)
     assert "the benchmark of fp8_block fprop 64x64x64 ran a bf16 kernel" in found.disagreements[0]
+
+
+def test_the_book_decides_where_the_grammar_knows_no_gemm() -> None:
+    odd = "brand_new_kernel_of_2027"
+    learned = [replace(t, kernels=(odd, "memset_kernel")) for t in gemm_times("fp8_block", ONE, 1, 1)]
+    ran = [Kernel(odd, 1.0, "block.fc", role) for role in ROLES]
+    assert set(words(judge(BLOCK_CARD, ONE, [], ran)).values()) == {"unproven"}
+    assert set(words(judge(BLOCK_CARD, ONE, [], ran, times=learned)).values()) == {"confirmed"}
+    # Beside a product that the grammar knows, an unknown name is a helper, and two unknown names tell nothing.
+    for names in ((odd, GEMM_NAMES["fp8_block"]["fprop"]), (odd, "another_new_kernel")):
+        taught = [replace(t, kernels=names) for t in gemm_times("fp8_block", ONE, 1, 1)]
+        assert set(words(judge(BLOCK_CARD, ONE, [], ran, times=taught)).values()) == {"unproven"}
+
+
+def test_the_book_does_not_take_a_wide_backward_pass_by_request_for_the_recipes_own() -> None:
+    card = replace(CURRENT_CARD, arguments={"backward_override": "high_precision"})
+    wide = [replace(t, kernels=(GEMM_NAMES["bf16"]["fprop"],)) for t in gemm_times("fp8_current", ONE, 1, 1)]
+    book = SignatureBook([t for t in wide if t.role != "fprop"], {"fp8_current": card})
+    assert book.contradictions == {}
+    assert book.precision(GEMM_NAMES["bf16"]["fprop"]) == "unknown"
+
+
+# --- why it fell ----------------------------------------------------------------------------------------------------
+
+
+def seen_as(card: Card, asked: Card, **changes: Any) -> list[Dispatch]:
+    return [replace(dispatch(asked.recipe, ONE[0], role, card, in_region=True), **changes) for role in ROLES]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"other_recipe": "DelayedScaling"}, "the model opens a region of its own, with DelayedScaling"),
+        ({"stale_recipe": "X(a=1)"}, "its quantizers were built for X(a=1): Transformer Engine keeps them"),
+    ],
+)
+def test_a_cause_that_is_known_is_told_even_where_formats_agree(changes: dict[str, str], why: str) -> None:
+    for ran in (CURRENT_CARD, DELAYED_CARD):
+        found = judge(CURRENT_CARD, ONE, seen_as(ran, CURRENT_CARD, **changes))
+        assert set(words(found).values()) == {"fallback"}
+        assert all(row.why.startswith(why) for row in found.rows)
+
+
+def test_a_checkpoint_that_loses_the_region() -> None:
+    first, *rest = seen_as(CURRENT_CARD, CURRENT_CARD)
+    lost = [replace(fact, in_region=False) for fact in seen_as(BF16_CARD, CURRENT_CARD)]
+    lost[0] = replace(lost[0], recomputed=True)
+    found = judge(CURRENT_CARD, ONE, [first, *lost], calls=1)
+    by_word = {(row.role, row.verdict) for row in found.rows}
+    assert by_word >= {("fprop", "confirmed"), ("fprop", "fallback")}
+    assert {row.verdict for row in found.rows if row.role != "fprop"} <= {"fallback", "unproven"}
+    assert all(row.why.startswith(RECOMPUTED) for row in found.rows if row.verdict == "fallback")
+    # A recomputation that keeps the region is no other call than the first.
+    sound = judge(CURRENT_CARD, ONE, [first, replace(first, recomputed=True), *rest])
+    assert set(words(sound).values()) <= {"confirmed", "unproven"}
+    assert [row.verdict for row in sound.rows if row.role == "fprop"] == ["confirmed"]
+
+
+def test_what_a_custom_quantizer_multiplies_in_is_told_by_kernels_alone() -> None:
+    seen = seen_as(NVFP4_CARD, NVFP4_CARD, entry="custom_gemm")
+    wide = kernels_of("bf16", ONE)
+    found = judge(NVFP4_CARD, ONE, seen, wide)
+    assert set(words(found).values()) == {"fallback"}
+    assert found.disagreements == ()
+    assert found.rows[0].ran == "e2m1 x e2m1, nvfp4-16, multiplied in bf16"
+    assert found.rows[0].why == "no NVFP4 kernel ran: the custom quantizer's own code multiplies in BF16"
+    assert set(words(judge(NVFP4_CARD, ONE, seen)).values()) == {"unproven"}
+    unknown = [Kernel(UNKNOWN_GEMM, 1.0, "block.fc", role) for role in ROLES]
+    assert set(words(judge(NVFP4_CARD, ONE, seen, unknown)).values()) == {"unproven"}
+    # Operands that meet a kernel of their own precision are what was asked, whoever launched it.
+    native = seen_as(BLOCK_CARD, BLOCK_CARD, entry="custom_gemm")
+    assert set(words(judge(BLOCK_CARD, ONE, native, kernels_of("fp8_block", ONE))).values()) == {"confirmed"}
+
+
+def test_products_beside_the_linear_layers() -> None:
+    one = Product("bf16", "layers.0.core", "aten::bmm", "forward", 4, 8, 16, 8, ("bf16", "bf16"), 2)
+    both = [(1, one), (2, replace(one, module="layers.1.core")), (3, replace(one, module="", formats=("fp32", "fp32")))]
+    linear = gemms([Linear("fc", 32, 16, 8)])
+    size, whole = 2 * 4 * 8 * 16 * 8 * 2, 3 * 2 * 32 * 16 * 8
+    first, second = beside(both, linear)
+    share = 2 * size / (3 * size + whole)
+    assert first == (
+        f"layers.*.core: 4 calls of aten::bmm a step in bf16 x bf16, {share:.1%} of the FLOPs of all products; "
+        "no recipe reaches them"
+    )
+    assert second.startswith("no module that was followed: 2 calls of aten::bmm a step in fp32 x fp32")
+    assert beside([], linear) == ()
+
+
+def test_fallbacks_in_words() -> None:
+    other = judge(CURRENT_CARD, TE_ONLY, dispatches("fp8_current", TE_ONLY, DELAYED_CARD))
+    parts = (
+        RecipeReport("bf16", "BF16", True, verdict=judge(BF16_CARD, TE_ONLY, dispatches("bf16", TE_ONLY))),
+        RecipeReport("fp8_current", "FP8", False, verdict=other),
+        RecipeReport("nvfp4", "NVFP4", False, refusal="no such GPU"),
+    )
+    report = Report(1, "0", "now", "m", "te", "", "GPU", {}, (), (), "bf16", parts, "plan")
+    text = fallbacks(report)
+    assert text.startswith("Not every GEMM ran in the precision that was asked for. fp8_current: ")
+    assert "(2 modules), fprop: asked e4m3 x e4m3, tensor-current, ran e4m3 x e4m3, tensor-delayed" in text
+    assert text.endswith("and 3 more like these.")
+    assert fallbacks(replace(report, recipes=parts[:1])) == ""
 
 
 def test_tf32_is_told() -> None:

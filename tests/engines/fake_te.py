@@ -66,12 +66,19 @@ class DelayedScaling:
 class Float8CurrentScaling:
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
+    backward_override: str | None = None
 
 
 @dataclass
 class NVFP4BlockScaling:
     fp4_format: Format = Format.E2M1
     disable_rht: bool = False
+
+
+@dataclass
+class CustomRecipe:
+    qfactory: Any
+    backward_override: str | None = None
 
 
 # -- quantizers and storages -------------------------------------------------------------------------------------------
@@ -140,11 +147,13 @@ class Quantizer:
 
 
 class Float8Quantizer(Quantizer):
-    pass
+    def _get_compatible_recipe(self) -> Any:
+        return DelayedScaling
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    pass
+    def _get_compatible_recipe(self) -> Any:
+        return Float8CurrentScaling
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -159,12 +168,29 @@ class NVFP4Quantizer(Quantizer):
     pass
 
 
+class NVFP4TensorRef(Storage):
+    """What the reference quantizer makes: it knows the shape that it had, and that TE's library cannot multiply it."""
+
+    custom = True
+
+
+class NVFP4QuantizerRef(Quantizer):
+    def __call__(self, x: torch.Tensor) -> Storage:
+        return NVFP4TensorRef(x.detach(), self, original_shape=tuple(x.shape), quant_dtype="E2M1")
+
+
+def nvfp4_ref_factory(role: Any) -> Quantizer:
+    """`nvfp4_ref_rht_2d_factory`"""
+    return NVFP4QuantizerRef(DType.kFloat4E2M1)
+
+
 @dataclass
 class RecipeState:
     """Built by a module at its first quantized forward; delayed scaling's holds `scale` and `amax_history`."""
 
     recipe: Any
     count: int
+    forward: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.recipe, DelayedScaling):
@@ -176,11 +202,15 @@ class RecipeState:
             self.scale.copy_(other.scale)
 
     def make_quantizers(self) -> list[Quantizer]:
-        if isinstance(self.recipe, DelayedScaling):
-            return [Float8Quantizer(scale=self.scale[i]) for i in range(self.count)]
+        if isinstance(self.recipe, CustomRecipe):
+            return [self.recipe.qfactory(None) for _ in range(self.count)]
         if isinstance(self.recipe, NVFP4BlockScaling):
             return [NVFP4Quantizer(DType.kFloat4E2M1, with_rht=not self.recipe.disable_rht) for _ in range(self.count)]
-        return [Float8CurrentScalingQuantizer() for _ in range(self.count)]
+        wide = not self.forward and self.recipe.fp8_format is Format.HYBRID
+        dtype = DType.kFloat8E5M2 if wide else DType.kFloat8E4M3
+        if isinstance(self.recipe, DelayedScaling):
+            return [Float8Quantizer(dtype, scale=self.scale[i]) for i in range(self.count)]
+        return [Float8CurrentScalingQuantizer(dtype) for _ in range(self.count)]
 
 
 # -- global state --------------------------------------------------------------------------------------------------
@@ -260,8 +290,10 @@ class Fake:
         self.tex = ModuleType("transformer_engine_torch")
         self.tex.generic_gemm = self._generic_gemm
         self.recipes = ModuleType("transformer_engine.common.recipe")
-        for cls in (Format, DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling):
+        for cls in (Format, DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, CustomRecipe):
             setattr(self.recipes, cls.__name__, cls)
+        self.extensions = ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
+        self.extensions.custom_gemm = self._custom_gemm
         self.te = ModuleType("transformer_engine.pytorch")
         self.te.Linear = lambda k, n, **options: Linear(self, k, n, **options)
         if old:
@@ -277,6 +309,12 @@ class Fake:
         layout = f"{'T' if transa else 'N'}{'T' if transb else 'N'}"
         a, b = (each.values if isinstance(each, Storage) else each for each in (first, second))
         return self.gemm(a, b, layout), None, None, None
+
+    def _custom_gemm(
+        self, first: Any, second: Any, workspace: Any, out_dtype: Any, quantizer: Any, gelu: bool, gelu_in: Any,
+        accumulate: bool, layout: str, out: Any, bias: Any, split: bool, grad: bool,
+    ) -> tuple[Any, None, None, None]:  # fmt: skip
+        return multiply(first.values, second.values, layout), None, None, None
 
     @contextmanager
     def _autocast(self, enabled: bool = True, calibrating: bool = False, recipe: Any = None) -> Iterator[None]:
@@ -334,7 +372,7 @@ class BaseModule(nn.Module):
                 old = meta.get(key)
                 if self.fp8_meta_tensors_initialized and type(old.recipe) is type(state.fp8_recipe):
                     continue  # TE issue #3157: the class alone decides
-                new = RecipeState(state.fp8_recipe, count * self.gemms)
+                new = RecipeState(state.fp8_recipe, count * self.gemms, key == "scaling_fwd")
                 if old is not None:
                     new.inherit_state_from(old)
                 meta[key], self.quantizers[key] = new, new.make_quantizers()
@@ -356,6 +394,8 @@ class _Product(torch.autograd.Function):
             x2, w2 = quantizers[0](x2), quantizers[1](w2)
         ctx.module, ctx.index, ctx.x, ctx.w, ctx.shape = module, index, x2, w2, x.shape
         ctx.quantized = module.fp8
+        if module.fp8 and getattr(module.fp8_meta["recipe"], "backward_override", None):
+            ctx.quantized, ctx.x, ctx.w = False, x.detach(), weight.detach()
         y = gemm(module, w2, True, x2, False, x.dtype)
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -370,8 +410,12 @@ class _Product(torch.autograd.Function):
 
 
 def gemm(module: BaseModule, a: Any, transa: bool, b: Any, transb: bool, dtype: torch.dtype) -> torch.Tensor:
-    """`general_gemm`'s call, by attribute of the compiled module."""
+    """`general_gemm`'s call, by attribute of the compiled module; custom operands go another way."""
     workspace = torch.empty(1)
+    if getattr(a, "custom", False):
+        layout = f"{'T' if transa else 'N'}{'T' if transb else 'N'}"
+        custom = module.fake[0].extensions.custom_gemm
+        return custom(a, b, workspace, dtype, None, False, None, False, layout, None, None, False, layout != "TN")[0]
     result = module.fake[0].tex.generic_gemm(
         a, transa, b, transb, None, None, OUTPUT[dtype], None, DType.kBFloat16, False, None, False, workspace, 1,
         False, False, alpha=1.0, beta=0.0,
@@ -545,7 +589,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, old: bool = False, version: str 
     home = ModuleType(f"transformer_engine.pytorch.{'fp8' if old else 'quantization'}")
     home.FP8GlobalStateManager = fake.manager
     top.pytorch, top.common, common.recipe = fake.te, common, fake.recipes
-    for module in (top, fake.te, common, fake.recipes, home, fake.tex):
+    for module in (top, fake.te, common, fake.recipes, home, fake.tex, fake.extensions):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     transformer_engine.load.cache_clear()

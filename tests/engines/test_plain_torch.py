@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lowprec_callback.engines.base import LinearLayer, NotRun, Weight
+from lowprec_callback.engines.base import LinearLayer, NotRun, Region, Weight
 from lowprec_callback.engines.plain_torch import PlainTorchEngine, plain_linears
 from lowprec_callback.recipes import load_cards
 
@@ -166,5 +166,5 @@ def test_there_is_no_quantization_state_to_handle() -> None:
     under_test.restore()
     with under_test.watch(lambda: None, calls=lambda _call: pytest.fail("there is no entry to watch")):
         under_test.model(torch.ones(1, 8))
-    assert under_test.in_region("") is None
+    assert under_test.region_of("") == Region()
     assert under_test.scales(CARDS["fp8_delayed"]) == []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowprec_callback.engines import transformer_engine
-from lowprec_callback.engines.base import NotRun, Weight
+from lowprec_callback.engines.base import NotRun, Region, Weight
 from lowprec_callback.engines.transformer_engine import (
     TransformerEngineEngine,
     build_recipe,
@@ -482,7 +482,7 @@ def test_containers_of_fused_operators_are_followed(fake: Fake) -> None:
 
 def watched(model: nn.Module, recipe: RecipeCard, x: torch.Tensor) -> GemmLog:
     under_test = engine(model)
-    log = GemmLog(under_test.linear_layers())
+    log = GemmLog(under_test.linear_layers(), under_test.region_of)
     scopes = ModuleScopes(under_test.scoped_modules())
     with scopes.installed(), under_test.watch(scopes.current, log.add_call):
         with under_test.region(recipe):
@@ -516,7 +516,7 @@ def test_a_watched_step_shows_every_gemm_with_its_layer(fake: Fake) -> None:
         expected |= {(module, role, 6, k, n) for role in ("fprop", "dgrad", "wgrad")}
     expected.discard(("0", "dgrad", 6, 8, 24))  # the input needs no gradient
     assert seen == expected
-    assert log.entry_calls == len(expected)
+    assert log.calls == len(expected)
     formats = {(d.module, d.role): (d.weight_or_input.scaling, d.weight_or_input.format) for d in dispatches(log)}
     assert formats["0", "fprop"] == ("tensor-current", "e4m3")
     assert formats["1.fc2", "dgrad"] == ("tensor-current", "e4m3")
@@ -524,7 +524,7 @@ def test_a_watched_step_shows_every_gemm_with_its_layer(fake: Fake) -> None:
 
 
 def dispatches(log: GemmLog) -> list[Any]:
-    return log.dispatches("fp8_current", lambda path: None)
+    return log.dispatches("fp8_current")
 
 
 def test_watching_leaves_the_entries_as_they_were(fake: Fake) -> None:
@@ -546,11 +546,10 @@ def test_whether_a_module_ran_inside_the_region(fake: Fake) -> None:
     model = Model(fake)
     under_test = engine(model)
     step(under_test, CARDS["fp8_current"], model.qkv)
-    assert under_test.in_region("qkv") is True
+    assert under_test.region_of("qkv") == Region(True)
     step(under_test, CARDS["bf16"], model.qkv)
-    assert under_test.in_region("qkv") is False
-    assert under_test.in_region("head") is None
-    assert under_test.in_region("") is None
+    assert under_test.region_of("qkv") == Region(False)
+    assert under_test.region_of("head") == under_test.region_of("") == under_test.region_of("unknown") == Region()
 
 
 def test_fresh_layers_have_the_models_narrow_type(fake: Fake) -> None:

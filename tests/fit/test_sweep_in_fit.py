@@ -37,7 +37,7 @@ from lowprec_callback.recording import (
     Trace,
     read,
 )
-from lowprec_callback.session import ProfilerError
+from lowprec_callback.session import FallbackError, ProfilerError
 from tests.fit.models import Tiny, Validated, loader, profiler, trainer
 
 
@@ -365,11 +365,46 @@ def test_fp8_beside_a_recipe_that_runs_is_reported_as_not_run(tmp_path: Path) ->
         ({"timed_steps": 1}, r"timed_steps=1"),
         ({"settle_steps": True}, r"settle_steps=True"),
         ({"traced_steps": -1}, r"traced_steps=-1"),
+        ({"traced_steps": 0, "fail_on_fallback": True}, r"fail_on_fallback needs traced_steps"),
     ],
 )
 def test_bad_arguments_are_refused_when_constructed(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ProfilerError, match=sentence):
         profiler(Path("unused"), **arguments)
+
+
+class Wide(Tiny):
+    """The last layer runs in FP32 whatever the recipe says."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        x = self.net[:-1](batch)
+        with torch.autocast("cpu", enabled=False):
+            return torch.nn.functional.mse_loss(self.net[-1](x.float()), batch)
+
+
+def test_a_fallback_can_fail_the_fit(tmp_path: Path) -> None:
+    callback, module = profiler(tmp_path, recipes=["bf16"], fail_on_fallback=True), Wide()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(FallbackError) as caught:
+        trainer(tmp_path, callback).fit(module, loader(60))
+    assert isinstance(caught.value, ProfilerError)
+    message = str(caught.value)
+    assert "bf16: net.4, fprop, dgrad, wgrad: asked bf16 x bf16, ran fp32 x fp32: ran wider than asked" in message
+    assert callback.session is not None
+    assert (callback.session.folder / "report.json").is_file()
+    assert str(callback.session.folder) in message
+    assert callback.report is not None
+    assert callback.report.status == "finished"
+    assert callback.why_not is None
+    assert "training_step" not in module.__dict__
+    assert hooks_of(module) == 0
+    after = module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_fallback_fails_nothing_unless_asked_and_a_sound_model_never(tmp_path: Path) -> None:
+    trainer(tmp_path, profiler(tmp_path, recipes=["bf16"])).fit(Wide(), loader(60))
+    trainer(tmp_path, profiler(tmp_path, recipes=["bf16"], fail_on_fallback=True)).fit(Tiny(), loader(60))
 
 
 def test_stop_after_ends_the_fit(tmp_path: Path) -> None:

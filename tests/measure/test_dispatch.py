@@ -43,6 +43,8 @@ from tests.engines.fake_te import (
     MXFP8Quantizer,
     MXFP8TensorStorage,
     NVFP4Quantizer,
+    NVFP4QuantizerRef,
+    NVFP4TensorRef,
     NVFP4TensorStorage,
 )
 
@@ -128,6 +130,10 @@ class Pybind:
             GroupedTensorStorage((6, 4), 3, MXFP8Quantizer(E5M2)),
             Operand("GroupedTensorStorage", "e5m2", "mx-32", "MXFP8Quantizer"),
         ),
+        (
+            NVFP4TensorRef(None, NVFP4QuantizerRef(), original_shape=(2, 2)),
+            Operand("NVFP4TensorRef", "e2m1", "nvfp4-16", "NVFP4QuantizerRef"),
+        ),
         (None, Operand("NoneType", "unknown", "unknown")),
         (object(), Operand("object", "unknown", "unknown")),
     ],
@@ -212,6 +218,7 @@ def test_every_type_has_a_name() -> None:
         (NVFP4TensorStorage(_rowwise_data=bytes_of(2, 3, 2), _columnwise_data=None), (6, 4)),
         (NVFP4TensorStorage(_rowwise_data=None, _columnwise_data=bytes_of(4, 3)), (6, 4)),
         (NVFP4TensorStorage(_rowwise_data=None, _columnwise_data=bytes_of(4, 2, 2)), (8, 4)),
+        (NVFP4TensorRef(original_shape=(2, 3, 4)), (6, 4)),
     ],
 )
 def test_shapes_of_all_copies(operand: Any, shape: tuple[int, int]) -> None:
@@ -591,3 +598,66 @@ def test_types_that_are_not_known() -> None:
     product = product_of({"name": "aten::mm", "args": {"Input Dims": [[2, 3], [3, 4]], "Input type": ["what"]}}, None)
     assert product is not None
     assert (product.first, product.second, product.first_transposed) == ("unknown", "unknown", False)
+
+
+# -- custom recipes, and what runs again in backward -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "role"), [("TN", "fprop"), ("NN", "dgrad"), ("NT", "wgrad"), ("TT", None)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_custom_gemm_is_seen_and_goes_through_unchanged(layout: str, role: Role | None, by_name: bool) -> None:
+    home, seen, entered = ModuleType("gemm"), list[Any](), list[Any]()
+    home.custom_gemm = lambda *args, **kwargs: (args, kwargs)  # type: ignore[attr-defined]
+    original = home.custom_gemm
+    shapes = {"TN": ((5, 4), (6, 4)), "NN": ((5, 4), (6, 5)), "NT": ((6, 4), (6, 5)), "TT": ((5, 4), (4, 6))}[layout]
+    a, b = (NVFP4TensorRef(None, NVFP4QuantizerRef(), original_shape=shape) for shape in shapes)
+
+    @contextmanager
+    def around(*what: Any) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    scope = Scope("fc", "forward")
+    args: tuple[Any, ...] = (a, b, None, torch.bfloat16)
+    kwargs = {"layout": layout} if by_name else {}
+    if not by_name:
+        args = (*args, None, False, None, True, layout, None, None, False, False)
+    with watch_entries(ModuleType("tex"), lambda: scope, seen.append, around, custom=home):
+        assert home.custom_gemm(*args, **kwargs) == (args, kwargs)
+    assert home.custom_gemm is original
+    if role is None:
+        assert (seen, entered) == ([], [])
+        return
+    (call,) = seen
+    assert (call.role, call.m, call.k, call.n, call.layout) == (role, 6, 4, 5, layout)
+    assert (call.entry, call.output, call.accumulate, call.bias) == ("custom_gemm", "bf16", not by_name, False)
+    assert (call.first.format, call.second.scaling, call.recomputed) == ("e2m1", "nvfp4-16", False)
+    assert entered == [(scope, role, (6, 4, 5))]
+
+
+def test_a_custom_gemm_with_operands_that_are_not_known_goes_through() -> None:
+    home, seen = ModuleType("gemm"), list[Any]()
+    home.custom_gemm = lambda *args, **_: len(args)  # type: ignore[attr-defined]
+    with watch_entries(ModuleType("tex"), lambda: None, seen.append, custom=home):
+        assert home.custom_gemm(object(), object(), None) == 3
+    assert seen == []
+
+
+def test_a_forward_gemm_inside_backward_is_recomputed(tex: Tex) -> None:
+    seen: list[Any] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            tex.generic_gemm(*arguments(torch.ones(5, 4), True, torch.ones(6, 4), False))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            tex.generic_gemm(*arguments(torch.ones(5, 4), True, torch.ones(6, 4), False))
+            tex.generic_gemm(*arguments(torch.ones(6, 4), False, torch.ones(6, 5), True))
+            return grad
+
+    with watch_entries(tex, lambda: None, seen.append):
+        Again.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert [(call.role, call.recomputed) for call in seen] == [("fprop", False), ("fprop", True), ("wgrad", False)]

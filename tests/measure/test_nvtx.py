@@ -8,8 +8,10 @@ from typing import Any
 
 import nvtx
 import pytest
+import torch
 
-from lowprec_callback.measure.nvtx import DOMAIN, Ranges, under_nsys
+from lowprec_callback.measure.nvtx import DOMAIN, Ranges, capture_window, under_nsys
+from lowprec_callback.measure.scopes import Scope
 
 
 class Domain:
@@ -48,6 +50,41 @@ def test_ranges_are_pushed_and_popped(domain: Domain) -> None:
     ranges.pop()
     ranges.pop()
     assert domain.events == [("bf16 step", 7), ("forward", None), "pop", "pop"]
+
+
+def test_modules_and_gemms_nest(domain: Domain) -> None:
+    ranges = Ranges(True)
+    scope = Scope("block.fc", "backward")
+    around = ranges.gemms(lambda scope, sizes: f"{scope.module if scope else ''}{sizes}")
+    ranges.enter_module(scope)
+    with around(scope, "wgrad", (2, 3, 4)):
+        pass
+    ranges.leave_module(scope)
+    names = [event if event == "pop" else event[0] for event in domain.events]
+    assert names == ["module|backward|block.fc", "gemm|wgrad|block.fc(2, 3, 4)", "pop", "pop"]
+
+
+def test_the_capture_window_opens_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Runtime:
+        def cudaProfilerStart(self) -> None:
+            told.append("start")
+
+        def cudaProfilerStop(self) -> None:
+            told.append("stop")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    with capture_window(torch.device("cuda")):
+        assert told == ["start"]
+    assert told == ["start", "stop"]
+    with pytest.raises(KeyError), capture_window(torch.device("cuda")):
+        raise KeyError
+    assert told == ["start", "stop"] * 2
+    with capture_window(torch.device("cpu")):
+        pass
+    assert told == ["start", "stop"] * 2
 
 
 def test_off_means_nothing_at_all(domain: Domain) -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowprec_callback.engines.base import LinearLayer, Weight
+from lowprec_callback.engines.base import LinearLayer, Region, Weight
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.measure.dispatch import AtenProduct, Call
 from lowprec_callback.measure.scopes import Direction, ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog, role_of
 from lowprec_callback.measure.trace import Tracer, module_range
-from lowprec_callback.recording import Dispatch, Gemm, Operand, Role
+from lowprec_callback.recording import Dispatch, Gemm, Operand, Product, Role
 
 FP8, WIDE = Operand("Float8TensorStorage", "e4m3", "tensor-current"), Operand("Tensor", "bf16", "none")
 
@@ -69,8 +69,8 @@ def test_equal_calls_are_counted() -> None:
         log.add_call(call("block.out", "fprop", 6, 8, 8))
         log.add_call(call("block.out", "wgrad", 6, 8, 8, accumulate=micro_batch > 0))
     assert keys(log.gemms()) == [("block.out", "fprop", 6, 8, 8, 4), ("block.out", "wgrad", 6, 8, 8, 4)]
-    assert log.entry_calls == 8
-    counted = {(d.role, d.accumulate): d.calls for d in log.dispatches("bf16", lambda _path: True)}
+    assert log.calls == 8
+    counted = {(d.role, d.accumulate): d.calls for d in log.dispatches("bf16")}
     assert counted == {("fprop", False): 4, ("wgrad", False): 1, ("wgrad", True): 3}
 
 
@@ -135,15 +135,15 @@ def test_the_module_of_a_call_where_little_is_known() -> None:
 
 
 def test_what_reached_the_library() -> None:
-    log = GemmLog(LAYERS)
-    log.add_call(call("block.mlp", "dgrad", 6, 32, 8, second=replace(FP8, format="e5m2")))
     asked: list[str] = []
 
-    def in_region(path: str) -> bool:
+    def region(path: str) -> Region:
         asked.append(path)
-        return True
+        return Region(True, "DelayedScaling", "Float8CurrentScaling(fp8_format=E4M3)")
 
-    assert log.dispatches("fp8_current", in_region) == [
+    log = GemmLog(LAYERS, region)
+    log.add_call(call("block.mlp", "dgrad", 6, 32, 8, second=replace(FP8, format="e5m2"), recomputed=True))
+    assert log.dispatches("fp8_current") == [
         Dispatch(
             recipe="fp8_current",
             module="block.mlp.fc2",
@@ -160,6 +160,9 @@ def test_what_reached_the_library() -> None:
             entry="generic_gemm",
             family="LayerNormMLP",
             in_region=True,
+            other_recipe="DelayedScaling",
+            stale_recipe="Float8CurrentScaling(fp8_format=E4M3)",
+            recomputed=True,
         )
     ]
     assert asked == ["block.mlp"]
@@ -188,13 +191,13 @@ def test_calls_come_from_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert sorted(g.calls for g in log.gemms()) == [400, 400]
-    assert log.strays == {"aten::mm": 400}
-    assert log.entry_calls == 400
+    assert [(product.op, product.calls) for product in log.products("bf16")] == [("aten::mm", 400)]
+    assert log.calls == 800
 
 
 def test_nothing_seen() -> None:
     log = GemmLog(LAYERS)
-    assert (log.gemms(), log.dispatches("bf16", lambda _path: None), log.entry_calls) == ([], [], 0)
+    assert (log.gemms(), log.dispatches("bf16"), log.products("bf16"), log.calls) == ([], [], [], 0)
 
 
 # -- PyTorch's products --------------------------------------------------------------------------------------------
@@ -208,7 +211,12 @@ def test_products_of_no_linear_layer_are_strays() -> None:
     log.add_product(replace(attention, scope=None, op="aten::mm"))
     log.add_product(replace(attention, scope=Scope("head", "forward"), batch=1, columns=7))  # not this layer's sizes
     assert log.gemms() == []
-    assert log.strays == {"block.core aten::bmm": 2, "aten::mm": 1, "head aten::bmm": 1}
+    one = Product("r", "block.core", "aten::bmm", "forward", 4, 6, 8, 6, ("fp32", "fp32"), 2)
+    assert log.products("r") == [
+        one,
+        replace(one, module="", op="aten::mm", direction="", calls=1),
+        replace(one, module="head", batch=1, columns=7, calls=1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,10 +291,10 @@ def test_a_linear_layer_has_one_product_of_each_role(
     log = observed(model, lambda: (model(x) * weights).sum().backward())
     expected = [("0", role, m, k, n, 1) for role in ("fprop", "dgrad", "wgrad") if needs_grad or role != "dgrad"]
     assert keys(log.gemms()) == expected
-    assert not log.strays
+    assert not log.products("bf16")
     (first, *_) = log.gemms()
     assert (first.family, first.quantizable, first.bias) == ("nn.Linear", True, bias)
-    formats = {(d.weight_or_input.format, d.other.format) for d in log.dispatches("fp32", lambda _path: None)}
+    formats = {(d.weight_or_input.format, d.other.format) for d in log.dispatches("fp32")}
     assert formats == {("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16")}
 
 
@@ -298,7 +306,7 @@ def test_autocast_is_seen_in_the_operands() -> None:
             y = model(torch.randn(6, 8, requires_grad=True))
         y.float().square().sum().backward()
 
-    seen = observed(model, run).dispatches("bf16", lambda _path: None)
+    seen = observed(model, run).dispatches("bf16")
     assert {(d.role, d.weight_or_input.format, d.other.format) for d in seen} == {
         ("fprop", "bf16", "bf16"),
         ("dgrad", "bf16", "bf16"),
@@ -347,4 +355,5 @@ def test_attention_is_no_linear_layer() -> None:
     model = nn.Sequential(Attention())
     log = observed(model, lambda: model(torch.randn(2, 3, 8, requires_grad=True)).square().sum().backward())
     assert [(g.module, g.role) for g in log.gemms()] == [("0.qkv", "fprop"), ("0.qkv", "dgrad"), ("0.qkv", "wgrad")]
-    assert log.strays == {"0 aten::bmm": 6}
+    assert {(product.module, product.op) for product in log.products("fp32")} == {("0", "aten::bmm")}
+    assert sum(product.calls for product in log.products("fp32")) == 6

@@ -25,6 +25,7 @@ from lowprec_callback.measure.trace import (
     module_range,
     phase_range,
     read_events,
+    read_gemm_kernels,
     read_products,
     step_range,
 )
@@ -108,6 +109,15 @@ TWO_STEPS = [
     {"ph": "i", "name": "Iteration Start", "ts": 1000},
     {"ph": "X", "cat": "gpu_user_annotation", "name": "lowprec|step|0", "tid": 7, "ts": 1012, "dur": 90},
 ]
+
+
+def test_the_kernels_inside_gemm_ranges() -> None:
+    again = [launch(8, 1012), kernel("splitk", 8, 1021, 1), launch(9, 1013), kernel("nvjet_qqtst", 9, 1022, 8)]
+    assert read_gemm_kernels([*again, *TWO_STEPS]) == {
+        ("mlp.fc1", "fprop"): ("nvjet_qqtst", "splitk"),
+        ("mlp.fc2", "dgrad"): ("nvjet_qrtst",),
+    }
+    assert read_gemm_kernels([]) == {}
 
 
 def test_every_kernel_finds_its_place() -> None:

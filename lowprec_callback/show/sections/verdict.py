@@ -40,6 +40,7 @@ def _block(recipe: RecipeReport) -> list[RenderableType]:
         lines += _groups(odd, [row.module for row in verdict.rows])
     said: list[tuple[str, str | Text]] = [
         *(("witnesses disagree", words.one_line(text)) for text in verdict.disagreements),
+        *(("beside them", words.one_line(text)) for text in verdict.beside),
         *(("slow path", words.one_line(text)) for text in verdict.slow_paths),
     ]
     return [*lines, *parts.entries(said)]
