@@ -14,6 +14,7 @@ from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
+from lowprec_callback.analyze.library import LibraryWitness
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
 from lowprec_callback.analyze.provenance import lines_of
@@ -34,6 +35,8 @@ from lowprec_callback.recording import (
     GemmTime,
     Header,
     HostTime,
+    LibraryCall,
+    LibraryLog,
     Loss,
     Memory,
     Model,
@@ -131,6 +134,8 @@ class _Facts:
         self.memory = _by_recipe(recording.lines(Memory))
         self.clocks = _by_recipe(recording.lines(Clocks))
         self.dispatches = _by_recipe(recording.lines(Dispatch))
+        self.library_logs = {log.recipe: log for log in recording.of(LibraryLog)}
+        self.library_calls = _by_recipe(recording.lines(LibraryCall))
         self.scales = _by_recipe(recording.lines(Scales))
         traces = recording.lines(Trace)
         self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
@@ -347,6 +352,7 @@ def _verdict(
         Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
         facts.book.contradictions.get(name, ()),
         () if facts.on_cpu else slow_paths(part.views),
+        LibraryWitness.of(facts.library_calls.get(name, []), facts.library_logs.get(name)),
     )
     against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
     return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Product:
-    """One product as a library logged it, row-major: (rows x inner) times (inner x columns). Types are its own words."""
+    """One product as a library logged it, in its own words; row-major: (rows x inner) times (inner x columns)."""
 
     library: str
     function: str
