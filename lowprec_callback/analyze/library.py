@@ -188,8 +188,29 @@ class LibraryWitness:
         if self.log.silent is not None:
             return "the library's log was not listened to"
         if len(self.log.libraries) > 1:
-            return f"neither {' nor '.join(self.log.libraries)} logged it: other code multiplied"
+            return f"neither {' nor '.join(self.log.libraries)} logged it, so other code ran it"
         return f"{' and '.join(self.log.libraries)} logged no product of it"
+
+
+def not_taken(name: str, gemms: Iterable[Gemm], witnesses: Mapping[str, LibraryWitness]) -> tuple[str, ...]:
+    """A slow path of a recipe on a CPU: GEMMs that no library ran, while one ran the same GEMMs of another recipe.
+
+    PyTorch multiplies what oneDNN and MKL do not take by code of its own: BF16, on a CPU without BF16 instructions.
+    """
+    mine = witnesses.get(name)
+    if mine is None or mine.log is None or len(mine.log.libraries) < 2:
+        return ()
+    missed = [gemm for gemm in gemms if (gemm.module, gemm.role) not in mine.found]
+    for other, theirs in witnesses.items():
+        ran = {call.library for gemm in missed for call in theirs.found.get((gemm.module, gemm.role), ())}
+        count = sum((gemm.module, gemm.role) in theirs.found for gemm in missed)
+        if other != name and count:
+            libraries = " nor ".join(mine.log.libraries)
+            return (
+                f"neither {libraries} ran {count} of the linear-layer GEMMs, PyTorch's own code did; "
+                f"those of {other} were run by {' and '.join(sorted(ran))}",
+            )
+    return ()
 
 
 def merged(entered: Operands, sight: LibrarySight) -> Operands:

@@ -14,7 +14,7 @@ from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
-from lowprec_callback.analyze.library import LibraryWitness
+from lowprec_callback.analyze.library import LibraryWitness, not_taken
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
 from lowprec_callback.analyze.provenance import lines_of
@@ -23,7 +23,7 @@ from lowprec_callback.analyze.slow_paths import slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
 from lowprec_callback.analyze.status import plan_text, problems, restored_text, status_of, unfinished
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
-from lowprec_callback.analyze.verdict import Audit, verdict
+from lowprec_callback.analyze.verdict import NO_LIBRARY, Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
 from lowprec_callback.recording import (
     Card,
@@ -134,8 +134,10 @@ class _Facts:
         self.memory = _by_recipe(recording.lines(Memory))
         self.clocks = _by_recipe(recording.lines(Clocks))
         self.dispatches = _by_recipe(recording.lines(Dispatch))
-        self.library_logs = {log.recipe: log for log in recording.of(LibraryLog)}
-        self.library_calls = _by_recipe(recording.lines(LibraryCall))
+        calls = _by_recipe(recording.lines(LibraryCall))
+        self.library = {
+            log.recipe: LibraryWitness.of(calls.get(log.recipe, []), log) for log in recording.of(LibraryLog)
+        }
         self.scales = _by_recipe(recording.lines(Scales))
         traces = recording.lines(Trace)
         self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
@@ -351,8 +353,8 @@ def _verdict(
         {} if facts.on_cpu else kernel_witness(part.views, facts.book),
         Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
         facts.book.contradictions.get(name, ()),
-        () if facts.on_cpu else slow_paths(part.views),
-        LibraryWitness.of(facts.library_calls.get(name, []), facts.library_logs.get(name)),
+        not_taken(name, [gemm for _, gemm in facts.gemms], facts.library) if facts.on_cpu else slow_paths(part.views),
+        facts.library.get(name, NO_LIBRARY),
     )
     against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
     return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

@@ -134,10 +134,12 @@ class _Capture:
                 raise LogUnavailable("standard output is redirected already")
             try:
                 _flush()
+                self._saved = os.dup(1)  # first: were stdout closed, the file would become descriptor 1
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115
-                self._saved = os.dup(1)
                 os.dup2(self._file.fileno(), 1)
             except OSError as error:
+                if self._saved >= 0:
+                    os.close(self._saved)
                 raise LogUnavailable(f"standard output cannot be redirected: {error}") from error
             _redirected = self
 
