@@ -10,8 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +40,7 @@ class Library:
             setattr(self, what, (value.value if isinstance(value, ctypes.c_void_p) else value) or 0)
             return 0
 
-        return SimpleNamespaceCall(setter)
+        return Function(setter)
 
     def run(self, function: str = "cublasLtMatmul", message: str = "A=0X0", level: int = 2) -> None:
         if self.level and self.callback:
@@ -52,14 +52,16 @@ class Library:
         return (self.callback, self.level) == (0, 0) and self.file == cublaslt_log._files()[1]
 
 
-class SimpleNamespaceCall(SimpleNamespace):
-    """A function that takes attributes, as ctypes' functions do (`argtypes`)."""
+class Function:
+    """A function that takes attributes, as ctypes' functions do."""
 
-    def __init__(self, function: Any) -> None:
-        super().__init__(function=function)
+    argtypes: Any = None
 
-    def __call__(self, value: Any) -> Any:
-        return self.function(value)
+    def __init__(self, function: Callable[[Any], int]) -> None:
+        self._function = function
+
+    def __call__(self, value: Any) -> int:
+        return self._function(value)
 
 
 @pytest.fixture
@@ -79,7 +81,8 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Any) -> Any:
 def test_traces_are_heard_on_every_thread_and_then_the_library_is_silent_again(library: Library) -> None:
     heard: list[tuple[str, str, int]] = []
     with listen(lambda function, message: heard.append((function, message, threading.get_ident())), [FILE]):
-        assert library.level == 5 and library.file not in (-1, 0, cublaslt_log._files()[1])
+        assert library.level == 5
+        assert library.file not in (-1, 0, cublaslt_log._files()[1])
         library.run(message="on main")
         library.run(message="an API trace", level=5)
         thread = threading.Thread(target=library.run, kwargs={"message": "elsewhere"})
@@ -154,7 +157,8 @@ def test_a_library_that_refuses_is_named_and_left_silent(what: str, monkeypatch:
     library = install(monkeypatch, Library(refuse=what))
     with pytest.raises(LogUnavailable, match=f"{FILE}: setting the logger's {what}"), listen(lambda *_: None, [FILE]):
         pass
-    assert library.level == 0 and library.callback == 0
+    assert library.level == 0
+    assert library.callback == 0
 
 
 def test_no_library_and_no_logger_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ LINE = re.compile(r"\[[^]]*\]\[cublasLt\]\[\d+\]\[(\w+)\]\[(\w+)\] ?(.*)")
 def evidence() -> list[Product]:
     """Every product in the log, in order."""
     found = []
-    for line in gzip.open(EVIDENCE, "rt").read().splitlines():
+    for line in gzip.decompress(EVIDENCE.read_bytes()).decode().splitlines():
         match = LINE.match(line)
         assert match is not None, line
         product = read_cublaslt(match.group(2), match.group(3))
@@ -41,7 +41,9 @@ SIZES = [*ROLES, (2048, 1024, 512)]
 
 
 @pytest.mark.parametrize(
-    ("start", "forward", "backward"), [(0, BF, BF), (6, E4, E5), (12, E4, E5), (18, E4, E4)], ids="bf16 d c b".split()
+    ("start", "forward", "backward"),
+    [(0, BF, BF), (6, E4, E5), (12, E4, E5), (18, E4, E4)],
+    ids=["bf16", "fp8_delayed", "fp8_current", "fp8_block"],
 )
 def test_each_recipe_shows_its_types_and_the_layers_sizes(start: int, forward: str, backward: str) -> None:
     found = evidence()[start : start + 6]
@@ -83,7 +85,8 @@ def test_a_batched_product_says_so() -> None:
     desc = "type=R_16BF rows=64 cols=64 ld=64 batchCount=96 stridedBatchOffset=4096"
     message = f"Adesc=[{desc}] Bdesc=[{desc}] Cdesc=[{desc}] Ddesc=[{desc}] computeDesc=[computeType=COMPUTE_32F]"
     product = read_cublaslt("cublasLtTSTMatmul", message)
-    assert product is not None and product.batch == 96
+    assert product is not None
+    assert product.batch == 96
 
 
 # Lines of oneDNN 3.12 as PyTorch 2.13 has it printed, with the types of a CPU with BF16 where named so.
@@ -116,20 +119,25 @@ def test_onednns_inner_product_in_backward() -> None:
         INNER.replace("forward_training", "backward_data").replace(" dst:", " diff_dst:").replace(",src:", ",diff_src:")
     )
     found = read_onednn(data)
-    assert found is not None and (found.rows, found.inner, found.columns) == (16, 32, 64)
+    assert found is not None
+    assert (found.rows, found.inner, found.columns) == (16, 32, 64)
     weights = INNER.replace("forward_training", "backward_weights").replace(" dst:f32", " diff_dst:bf16")
     found = read_onednn(weights.replace(" wei:", " diff_wei:"))
-    assert found is not None and (found.rows, found.inner, found.columns) == (32, 16, 64)
+    assert found is not None
+    assert (found.rows, found.inner, found.columns) == (32, 16, 64)
     assert (found.left, found.right) == ("bf16", "f32"), "dY^T and X"
 
 
 def test_onednns_fast_math_and_batches() -> None:
     fast = read_onednn(MATMUL.replace("attr-scratchpad:user", "attr-scratchpad:user attr-fpmath:bf16"))
-    assert fast is not None and fast.compute == "bf16"
+    assert fast is not None
+    assert fast.compute == "bf16"
     folded = read_onednn(MATMUL.replace("16x64:64x32", "4x16x64:1x64x32"))
-    assert folded is not None and (folded.batch, folded.rows, folded.inner, folded.columns) == (1, 64, 64, 32)
+    assert folded is not None
+    assert (folded.batch, folded.rows, folded.inner, folded.columns) == (1, 64, 64, 32)
     batched = read_onednn(MATMUL.replace("16x64:64x32", "4x16x64:4x64x32"))
-    assert batched is not None and (batched.batch, batched.rows) == (4, 16)
+    assert batched is not None
+    assert (batched.batch, batched.rows) == (4, 16)
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,14 @@ def test_each_line_has_the_module_that_ran() -> None:
 def test_after_an_exception_stdout_is_back_and_nothing_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
     log = StdoutLog(lambda: None)
     before = os.fstat(1).st_ino
-    with pytest.raises(ZeroDivisionError), log.listen():
+
+    def step() -> None:
         say("said before it failed\n")
         product()
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), log.listen():
+        step()
     assert os.fstat(1).st_ino == before
     product()
     assert capfd.readouterr().out == "said before it failed\n"
