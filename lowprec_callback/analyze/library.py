@@ -111,8 +111,9 @@ class LibrarySight:
         whole = abs(math.fsum(o.calls for o in self.outcomes) - math.fsum(entry.calls for entry in seen)) <= EPSILON
         for entry in seen:
             if whole and not self.heard_all(entry):
-                counts = f"{self._like(entry.operands):.3g} calls, not in {entry.calls:.3g}"
-                return f"operands were {entry.operands} as {self.who} logged it in {counts}"
+                count = f"{self._like(entry.operands):.3g}"
+                kind = f"operands were {entry.operands} in {entry.calls:.3g} calls"
+                return f"{kind}, but {self.who} logged that kind in {count}"
         return None
 
     def __str__(self) -> str:
