@@ -328,5 +328,6 @@ def test_bf16_that_no_cpu_library_takes_is_a_slow_path() -> None:
     assert words.coverage(bf16) == "100% (operands)"
     assert fp32.slow_paths == ()
     assert bf16.slow_paths == (
-        "neither oneDNN nor MKL ran 15 of the linear-layer GEMMs, PyTorch's own code did; those of fp32 were run by MKL",
+        "neither oneDNN nor MKL ran 15 of the linear-layer GEMMs, PyTorch's own code did; "
+        "those of fp32 were run by MKL",
     )
