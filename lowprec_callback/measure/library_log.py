@@ -63,14 +63,24 @@ class LibraryListener:
         Args:
             current: gives the module that runs on the calling thread.
         """
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self._on_cuda(current) if self._on_gpu else self._on_cpu(current))
-                self.silent = None
-            except Exception as error:  # the witness is silent then; the user's training goes on
-                known = isinstance(error, cublaslt_log.LogUnavailable)
-                self.silent = str(error) if known else f"{type(error).__name__}: {error}"
+        stack = ExitStack()
+        try:
+            stack.enter_context(self._on_cuda(current) if self._on_gpu else self._on_cpu(current))
+            self.silent = None
+        except Exception as error:
+            self._give_up(error)
+        try:
             yield
+        finally:
+            try:
+                stack.close()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """The witness is silent; the user's training goes on."""
+        known = isinstance(error, cublaslt_log.LogUnavailable)
+        self.silent = str(error) if known else f"{type(error).__name__}: {error}"
 
     def _on_cuda(self, current: Callable[[], Scope | None]) -> AbstractContextManager[None]:
         def hear(function: str, message: str) -> None:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,7 +186,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@cache
 def _libc() -> Any:
+    """The C library, whose streams the libraries write to."""
     return ctypes.CDLL(None)
 
 

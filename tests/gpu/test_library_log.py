@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,11 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader
 
-from lowprec_callback import load_report
 from lowprec_callback.analyze.library import agree, operands_of
 from lowprec_callback.analyze.precision import Operands
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
@@ -28,9 +24,23 @@ from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.scopes import ModuleScopes
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.trace import Tracer
-from lowprec_callback.recording import LibraryCall, LibraryLog, read
-from tests.fit.models import profiler, trainer
-from tests.gpu.test_transformer_engine import BF16, HOPPER_RECIPES, K, M, N, build, cards, engine_for, inputs, te
+from lowprec_callback.recording import LibraryCall, LibraryLog
+from tests.fit.models import profiler
+from tests.gpu.test_transformer_engine import (
+    BF16,
+    HOPPER_RECIPES,
+    Block,
+    K,
+    M,
+    N,
+    batches,
+    build,
+    cards,
+    engine_for,
+    gpu_trainer,
+    inputs,
+    te,
+)
 
 CUDA = torch.device("cuda")
 
@@ -215,37 +225,22 @@ def test_backward_on_autograds_thread_and_a_second_thread_are_kept_apart() -> No
     }
 
 
-class Clean(LightningModule):
-    """Four TE linears, all reached by every recipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(te().LayerNormMLP(K, N, **BF16), te().Linear(K, K, **BF16))
-
-    def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
-        return self.net(batch.bfloat16()).float().square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-def test_a_clean_models_report_has_three_witnesses_for_all_its_flops(
+def test_a_clean_models_report_has_three_witnesses_for_all_its_te_flops(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    batches = DataLoader([torch.randn(K) for _ in range(M * 80)], batch_size=M)  # type: ignore[arg-type]
-    wanted = list(HOPPER_RECIPES)
-    fit = trainer(tmp_path, profiler(tmp_path, recipes=wanted), steps=80, accelerator="gpu")
-    fit.fit(Clean(), batches)
-    (run,) = [path for path in tmp_path.iterdir() if path.is_dir() and (path / "recording.jsonl").exists()]
-    facts, report = read(run), load_report(run)
-    assert {log.recipe: log.silent for log in facts.of(LibraryLog)} == dict.fromkeys(wanted)
-    for recipe in report.recipes:
+    callback = profiler(tmp_path, rounds=1, traced_steps=1, recipes=list(HOPPER_RECIPES))
+    gpu_trainer(tmp_path, callback, 60).fit(Block(), batches(60))
+    assert callback.report is not None
+    facts = callback.session.recorder.snapshot()  # type: ignore[union-attr]
+    assert {log.recipe: log.silent for log in facts.of(LibraryLog)} == dict.fromkeys(HOPPER_RECIPES)
+    for recipe in callback.report.recipes:
         verdict = recipe.verdict
         assert verdict is not None, recipe.name
         assert verdict.disagreements == (), recipe.name
-        assert verdict.coverage.value == pytest.approx(1.0), recipe.name
+        assert verdict.te_coverage.value == pytest.approx(1.0), verdict.summary
         for row in verdict.rows:
-            assert {"operands", "library", "kernels"} <= set(row.witnesses), (recipe.name, row)
+            if row.module != "head":
+                assert list(row.witnesses) == ["operands", "library", "kernels"], (recipe.name, row)
     said = capfd.readouterr().out
     assert "[cublasLt]" not in said
-    print(said, os.linesep)
+    print(said, facts.of(LibraryLog), [call for call in facts.of(LibraryCall) if call.module == "head"])

@@ -215,3 +215,19 @@ def test_an_fp32_layer_inside_a_bf16_region_is_heard_as_fp32() -> None:
     _, calls = heard(model, step)
     assert {(call.role, call.other) for call in calls if call.module == "wide"} == {(role, "f32") for role in ROLES}
     assert {call.other for call in calls if call.module == "narrow"} <= {"bf16"}
+
+
+def test_a_failure_at_the_end_makes_the_witness_silent_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def broken(_listener: Callable[[str, str], None]) -> Iterator[None]:
+        yield
+        raise OSError("the library is gone")
+
+    monkeypatch.setattr(cublaslt_log, "listen", broken)
+    listener = LibraryListener(CUDA)
+    with listener.listen(lambda: None):
+        pass
+    log, _ = split(listener.facts("fp8", GemmLog([])))
+    assert log.silent == "OSError: the library is gone"
+    with pytest.raises(ZeroDivisionError), LibraryListener(CUDA).listen(lambda: None):
+        raise ZeroDivisionError
