@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -140,19 +141,19 @@ def _place(recipe: str, heard: _Heard, log: GemmLog) -> LibraryCall | None:
     if entry is not None and entry.sizes is not None:
         module, role, sizes = log.module_of(entry.scope, entry.sizes), entry.role, entry.sizes
     else:
-        found = log.place_of(
-            AtenProduct(
-                scope=heard.scope,
-                op=product.function,
-                batch=product.batch,
-                rows=product.rows,
-                inner=product.inner,
-                columns=product.columns,
-                first=product.left,
-                second=product.right,
-                first_transposed=product.left_transposed,
-            )
+        asked = AtenProduct(
+            scope=heard.scope,
+            op=product.function,
+            batch=product.batch,
+            rows=product.rows,
+            inner=product.inner,
+            columns=product.columns,
+            first=product.left,
+            second=product.right,
+            first_transposed=product.left_transposed,
         )
+        # PyTorch has oneDNN compute some products as BLAS would, column-major: the transpose of the result.
+        found = log.place_of(asked) or log.place_of(replace(asked, rows=product.columns, columns=product.rows))
         if found is None:
             return None
         layer, role, sizes = found

@@ -99,7 +99,7 @@ def test_a_bf16_request_that_ran_in_fp32_is_caught_by_both(tmp_path: Path, capsy
     assert {(row.role, row.verdict) for row in caught} == {(role, "fallback") for role in ROLES}
     for row in caught:
         assert row.witnesses["operands"] == "fp32 x fp32"
-        assert row.witnesses["library"] == "MKL: fp32 x fp32"
+        assert row.witnesses["library"] in ("MKL: fp32 x fp32", "oneDNN: fp32 x fp32")
         assert row.why.startswith("ran wider than asked: 32 bits an element, not 16")
     assert {row.verdict for row in verdict.rows if row.module == "net.0"} == {"confirmed"}
     assert "fallback" in capsys.readouterr().out

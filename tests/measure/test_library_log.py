@@ -141,6 +141,15 @@ def test_pytorchs_own_products_are_joined_by_module_and_sizes_or_left_alone(lt: 
     assert (log.products, log.joined) == (4, 1)
 
 
+def test_a_forward_product_may_be_logged_as_its_transpose(lt: FakeLt) -> None:
+    listener = LibraryListener(CUDA)
+    with listener.listen(lambda: Scope("head", "forward")):
+        lt.run(N, K, M, a="R_16BF", b="R_32F")  # W X^T
+    _, (call,) = split(listener.facts("bf16", GemmLog(te_layers())))
+    assert (call.module, call.role, call.m, call.k, call.n) == ("head", "fprop", M, K, N)
+    assert (call.weight_or_input, call.other) == ("R_32F", "R_16BF"), "the weight is on the left"
+
+
 def test_a_log_that_is_out_of_reach_says_why_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     listener, ran = LibraryListener(CUDA), False
     monkeypatch.setattr(cublaslt_log, "loaded_libraries", lambda _stem: [])
