@@ -21,17 +21,22 @@ fp8_current and fp8_block, in that order; then an emulated NVFP4 layer."""
 LINE = re.compile(r"\[[^]]*\]\[cublasLt\]\[\d+\]\[(\w+)\]\[(\w+)\] ?(.*)")
 
 
+def messages() -> list[tuple[str, str]]:
+    """(function, message) of every line in the log."""
+    found = [LINE.match(line) for line in gzip.decompress(EVIDENCE.read_bytes()).decode().splitlines()]
+    return [(match.group(2), match.group(3)) for match in found if match is not None]
+
+
 def evidence() -> list[Product]:
     """Every product in the log, in order."""
-    found = []
-    for line in gzip.decompress(EVIDENCE.read_bytes()).decode().splitlines():
-        match = LINE.match(line)
-        assert match is not None, line
-        product = read_cublaslt(match.group(2), match.group(3))
-        assert product is None or match.group(1) == "Trace", "only the performance trace tells all"
-        if product is not None:
-            found.append(product)
-    return found
+    return [product for said in messages() if (product := read_cublaslt(*said)) is not None]
+
+
+def test_every_line_of_the_log_is_read_and_only_the_performance_trace_tells_all() -> None:
+    lines = gzip.decompress(EVIDENCE.read_bytes()).decode().splitlines()
+    assert len(messages()) == len(lines) > 1000
+    kinds = {match.group(1) for line in lines if (match := LINE.match(line)) and read_cublaslt(*match.groups()[1:])}
+    assert kinds == {"Trace"}
 
 
 E4, E5, BF = "R_8F_E4M3", "R_8F_E5M2", "R_16BF"

@@ -11,13 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from lowprec_callback.analyze.library import agree, operands_of
+from lowprec_callback.analyze.precision import Operands
 from lowprec_callback.engines.base import LinearLayer, Weight
 from lowprec_callback.engines.plain_torch import plain_linears
 from lowprec_callback.measure import cublaslt_log
+from lowprec_callback.measure.library_lines import read_cublaslt
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
+from lowprec_callback.recipes import load_cards
 from lowprec_callback.recording import ROLES, Fact, LibraryCall, LibraryLog, Role
+from tests.measure.test_library_lines import messages
 
 CUDA = torch.device("cuda")
 M, K, N = 8, 32, 48
@@ -240,3 +245,39 @@ def test_a_failure_at_the_end_makes_the_witness_silent_and_harms_nothing(monkeyp
     assert log.silent == "OSError: the library is gone"
     with pytest.raises(ZeroDivisionError), LibraryListener(CUDA).listen(lambda: None):
         raise ZeroDivisionError
+
+
+# -- what an H200 really logged --------------------------------------------------------------------------------------
+
+ORDER: list[tuple[str, Role]] = [
+    ("fc1", "fprop"),
+    ("fc2", "fprop"),
+    ("fc2", "dgrad"),
+    ("fc2", "wgrad"),
+    ("fc1", "dgrad"),
+    ("fc1", "wgrad"),
+]
+"""How te.LayerNormMLP calls its GEMMs."""
+
+
+@pytest.mark.parametrize(
+    ("start", "recipe"), [(0, "bf16"), (6, "fp8_delayed"), (12, "fp8_current"), (18, "fp8_block")], ids=lambda v: str(v)
+)
+def test_the_log_of_an_h200_is_what_each_card_asks_for(lt: FakeLt, start: int, recipe: str) -> None:
+    card = load_cards()[recipe].to_fact(baseline=recipe == "bf16")
+    mlp = LinearLayer("mlp", "LayerNormMLP", (Weight(".fc1", 512, 2048), Weight(".fc2", 2048, 512)), True, True)
+    traces = [said for said in messages() if read_cublaslt(*said) is not None][start : start + 6]
+    listener = LibraryListener(CUDA)
+    with listener.listen(lambda: None):
+        for (name, role), said in zip(ORDER, traces, strict=True):
+            sizes = (1024, 512, 2048) if name == "fc1" else (1024, 2048, 512)
+            direction = "forward" if role == "fprop" else "backward"
+            with listener.around(Scope("mlp", direction), role, sizes):
+                assert lt.listener is not None
+                lt.listener(*said)
+    log, calls = split(listener.facts(recipe, GemmLog([mlp])))
+    assert (log.products, log.joined) == (6, 6)
+    assert [(call.module, call.role) for call in calls] == [(f"mlp.{name}", role) for name, role in ORDER]
+    for call in calls:
+        assert call.rows * call.inner * call.columns == call.m * call.k * call.n
+        assert agree(Operands.asked(card, call.role), operands_of(call)), call
