@@ -194,7 +194,8 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
     )
     found: list[Finding] = []
     for entered in outcomes:
-        outcome = entered if logged is None else replace(entered, operands=merged(entered.operands, logged))
+        heard = logged is not None and logged.heard_all(entered)
+        outcome = replace(entered, operands=merged(entered.operands, logged)) if logged and heard else entered
         ran = str(outcome.operands)
         if seen.clash:
             word, why = "unproven", "the witnesses disagree"
@@ -213,7 +214,7 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
                 remark(logged, entered) if logged else seen.library_silence,
             )
         witnesses = {"operands": str(entered.operands)} if seen.outcomes else {}
-        if logged is not None and (seen.clash or logged.heard_all(entered)):
+        if logged is not None and (seen.clash or heard):
             witnesses["library"] = str(logged)
         found.append(Finding(ran, word, why, {**witnesses, **kernels}, outcome.calls / due))
     unseen = 1.0 - watched / due

@@ -225,6 +225,9 @@ def test_the_log_tells_the_format_of_operands_that_do_not() -> None:
     assert row(found, "wgrad").ran == "e4m3 x e5m2, tensor-current"
     silent = judge(CURRENT_CARD, ONE, seen)
     assert {each.verdict for each in silent.rows} == {"unproven"}
+    twice = [replace(fact, calls=2) for fact in seen]
+    part = judge(CURRENT_CARD, ONE, twice, all_logged(ONE, CURRENT_CARD), calls=2)
+    assert {each.verdict for each in part.rows} == {"unproven"}, "half of the calls speak for themselves only"
 
 
 @pytest.mark.parametrize(
