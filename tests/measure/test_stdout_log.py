@@ -126,6 +126,7 @@ def test_what_other_threads_say_is_passed_on(capfd: pytest.CaptureFixture[str]) 
     assert sorted(capfd.readouterr().out.splitlines()) == [f"thread {i}" for i in range(4)]
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_data_loaders_worker_forked_meanwhile_keeps_the_real_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     worker = multiprocessing.get_context("fork").Process(target=say, args=("from the worker\n",))
     with StdoutLog(lambda: None).listen():
