@@ -240,7 +240,7 @@ def test_a_clean_models_report_has_three_witnesses_for_all_its_te_flops(
         assert verdict.te_coverage.value == pytest.approx(1.0), verdict.summary
         for row in verdict.rows:
             if row.module != "head":
-                assert list(row.witnesses) == ["operands", "library", "kernels"], (recipe.name, row)
+                assert {"operands", "library", "kernels"} <= set(row.witnesses), (recipe.name, row)
     said = capfd.readouterr().out
     assert "[cublasLt]" not in said
     print(said, facts.of(LibraryLog), [call for call in facts.of(LibraryCall) if call.module == "head"])
