@@ -434,6 +434,60 @@ class UncachedWeights(Fact):
 
 
 @dataclass(frozen=True)
+class LibraryLog(Fact):
+    """Whether the GEMM library's own log was listened to in one traced step, and how much of it found its place."""
+
+    kind: ClassVar[str] = "library_log"
+    recipe: str
+    libraries: tuple[str, ...]
+    """Who was listened to: cuBLASLt; on a CPU oneDNN and MKL."""
+    products: int
+    """Matrix products that they logged, attention's batched ones among them."""
+    joined: int
+    """Those that were found to be of a linear layer's GEMM: the sum of `calls` over `LibraryCall` facts."""
+    silent: str | None = None
+    """Why nobody listened."""
+
+
+@dataclass(frozen=True)
+class LibraryCall(Fact):
+    """What the library itself logged of one module and role in one traced step, equal lines counted together.
+
+    Types, scale modes and the compute type are the library's own words. `m`, `k`, `n` are those of the layer's
+    forward GEMM, from the call that the line was joined to; `rows`, `inner`, `columns` are the product as logged,
+    row-major.
+    """
+
+    kind: ClassVar[str] = "library_call"
+    recipe: str
+    module: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    library: str
+    """cuBLASLt, oneDNN or MKL."""
+    function: str
+    """What the line is of: `cublasLtMatmul`, `matmul`, `SGEMM`, ..."""
+    weight_or_input: str
+    """Type of the weight for fprop and dgrad, of the saved input for wgrad: `R_8F_E4M3`, `bf16`, ..."""
+    other: str
+    """Type of the input for fprop, of the output gradient for dgrad and wgrad."""
+    output: str
+    rows: int
+    inner: int
+    columns: int
+    calls: int
+    weight_or_input_scale: str = ""
+    """Scale mode as logged (`BLK128x128_32F`); empty where the line has none, which is the library's default."""
+    other_scale: str = ""
+    compute: str = ""
+    """`COMPUTE_32F` and the like; oneDNN's fast-math mode."""
+    implementation: str = ""
+    """oneDNN: what ran the primitive (`brg_matmul:avx2`)."""
+
+
+@dataclass(frozen=True)
 class Memory(Fact):
     """Bytes of the CUDA caching allocator (on a CPU: none are recorded)."""
 

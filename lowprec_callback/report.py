@@ -147,7 +147,7 @@ class VerdictRow:
     verdict: VerdictWord
     why: str
     witnesses: dict[str, str] = field(default_factory=dict)
-    """Witness name to what it saw: operands, kernels, memory (later: cublaslt)."""
+    """Witness name to what it saw: operands, library, kernels, memory."""
     share: float = 0.0
     """Share of the step's linear-layer FLOPs."""
 

@@ -21,6 +21,7 @@ from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
+from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.nvtx import Ranges, capture_window
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
@@ -291,18 +292,19 @@ class Sweep:
         self.recorder.add(*self.engine.scales(card))
 
     def _traced(self, card: RecipeCard) -> Steps:
-        """A step that watches operands and memory, then steps that only the profiler watches."""
+        """A step that watches operands, the library's log and memory, then steps that only the profiler watches."""
         self._use(card, afresh=True)
         self._what = f"tracing {card.name}"
         device = self.engine.device
-        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
+        log, library = GemmLog(self.engine.linear_layers(), self.engine.region_of), LibraryListener(device)
         memory.reset_peak(device)
         self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
         self._memory_of = card.name
         with self.engine.observe(card) as notes:
-            yield from self._watched_step(log)
+            yield from self._watched_step(log, library)
         self._memory_of = None
         self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
+        self.recorder.add(*library.facts(card.name, log))
 
         tracer = Tracer(device)
         with ExitStack() as stack:
@@ -337,23 +339,31 @@ class Sweep:
                     for _ in range(self.settings.nvtx_steps):
                         yield
 
-    def _watched_step(self, log: GemmLog) -> Steps:
-        """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler."""
-        scopes = self._ranged_scopes()
+    def _watched_step(self, log: GemmLog, library: LibraryListener | None = None) -> Steps:
+        """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
+
+        With `library`, at what the library's own log says of them too.
+        """
+        scopes = self._ranged_scopes(library.boundary if library else None)
         tracer = Tracer(self.engine.device, shapes=True)
         with ExitStack() as stack:
             tracer.start()
             stack.callback(_stop_quietly, tracer)
+            if library is not None:
+                stack.enter_context(library.listen(scopes.current))
             # The ranges mark the products inside a call, which are no further ones (TE's reference GEMMs are such).
-            around = _gemm_ranges(log)
+            around = _both(_gemm_ranges(log), library.around) if library else _gemm_ranges(log)
             with scopes.installed(), self.engine.watch(scopes.current, log.add_call, around):
                 yield
         for product in tracer.products():
             log.add_product(product)
 
-    def _ranged_scopes(self) -> ModuleScopes:
-        """The model's modules, each with a profiler range around its forward and backward."""
-        enter, leave = _module_ranges()
+    def _ranged_scopes(self, boundary: Callable[[Scope], None] | None = None) -> ModuleScopes:
+        """The model's modules, each with a profiler range around its forward and backward.
+
+        `boundary` is told of every module that begins or ends.
+        """
+        enter, leave = _module_ranges(boundary)
         return ModuleScopes(self.engine.scoped_modules(), enter, leave)
 
     # -- small parts -----------------------------------------------------------------------------------------------
@@ -418,16 +428,33 @@ def _gemm_ranges(log: GemmLog) -> Around:
     return around
 
 
-def _module_ranges() -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
-    """Listeners that put a profiler range around each module, on whatever thread runs it."""
+def _both(outer: Around, inner: Around) -> Around:
+    """Two contexts around each GEMM call, one inside the other."""
+
+    @contextmanager
+    def around(scope: Scope | None, role: Role, sizes: Sizes) -> Iterator[None]:
+        with outer(scope, role, sizes), inner(scope, role, sizes):
+            yield
+
+    return around
+
+
+def _module_ranges(
+    boundary: Callable[[Scope], None] | None = None,
+) -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
+    """Listeners that put a profiler range around each module, on whatever thread runs it, and tell `boundary`."""
     opened: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def enter(scope: Scope) -> None:
         entered = module_range(scope)
         entered.__enter__()
         opened.setdefault(threading.get_ident(), []).append(entered)
+        if boundary is not None:
+            boundary(scope)
 
-    def leave(_scope: Scope) -> None:
+    def leave(scope: Scope) -> None:
+        if boundary is not None:
+            boundary(scope)
         stack = opened.get(threading.get_ident())
         if stack:
             stack.pop().__exit__(None, None, None)

@@ -10,6 +10,7 @@ from lowprec_callback.recording import (
     End,
     Gemm,
     GemmTime,
+    LibraryLog,
     Plan,
     Problem,
     Recording,
@@ -64,6 +65,12 @@ def unfinished(recording: Recording) -> str:
 def problems(recording: Recording, why: str | None) -> tuple[str, ...]:
     """Everything that went wrong, in order, each as a sentence."""
     found = [f"{problem.where}: {problem.message}" for problem in recording.of(Problem)]
+    unheard: dict[str, list[str]] = {}
+    for log in recording.of(LibraryLog):
+        if log.silent is not None:
+            unheard.setdefault(log.silent, []).append(log.recipe)
+    for reason, recipes in unheard.items():
+        found.append(f"the GEMM library's own log was not listened to ({', '.join(recipes)}): {reason}")
     timed = {step.recipe for step in recording.of(StepTime) if step.discarded is None}
     for refusal in recording.of(Refusal):
         if refusal.recipe in timed:

@@ -14,6 +14,7 @@ from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
+from lowprec_callback.analyze.library import LibraryWitness, not_taken
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
 from lowprec_callback.analyze.products import beside
@@ -23,7 +24,7 @@ from lowprec_callback.analyze.slow_paths import Watched, slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
 from lowprec_callback.analyze.status import plan_text, problems, restored_text, status_of, unfinished
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
-from lowprec_callback.analyze.verdict import Audit, verdict
+from lowprec_callback.analyze.verdict import NO_LIBRARY, Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards
 from lowprec_callback.recording import (
@@ -37,6 +38,8 @@ from lowprec_callback.recording import (
     GemmTime,
     Header,
     HostTime,
+    LibraryCall,
+    LibraryLog,
     Loss,
     Memory,
     Model,
@@ -137,6 +140,10 @@ class _Facts:
         self.memory = _by_recipe(recording.lines(Memory))
         self.clocks = _by_recipe(recording.lines(Clocks))
         self.dispatches = _by_recipe(recording.lines(Dispatch))
+        calls = _by_recipe(recording.lines(LibraryCall))
+        self.library = {
+            log.recipe: LibraryWitness.of(calls.get(log.recipe, []), log) for log in recording.of(LibraryLog)
+        }
         self.scales = _by_recipe(recording.lines(Scales))
         self.products = _by_recipe(recording.lines(Product))
         self._capability = environment.compute_capability if environment else None
@@ -376,8 +383,11 @@ def _verdict(
         {} if facts.on_cpu else kernel_witness(part.views, facts.book),
         Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
         facts.book.contradictions.get(name, ()),
-        () if facts.on_cpu else slow_paths(part.views, facts.watched(name, card)),
+        not_taken(name, [gemm for _, gemm in facts.gemms], facts.library)
+        if facts.on_cpu
+        else slow_paths(part.views, facts.watched(name, card)),
         beside(facts.products.get(name, []), [gemm for _, gemm in facts.gemms]),
+        facts.library.get(name, NO_LIBRARY),
     )
     against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
     return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

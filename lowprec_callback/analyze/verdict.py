@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lowprec_callback.analyze.library import LibrarySight, LibraryWitness, converted, merged, remark
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.stored_bytes import stored_witness
@@ -43,6 +44,10 @@ class Audit:
     """Whether names of kernels can tell a precision (on a CPU the trace holds operators, which cannot)."""
 
 
+NO_LIBRARY = LibraryWitness({})
+"""Where the library's log was not recorded."""
+
+
 def verdict(
     gemms: Sequence[tuple[int, Gemm]],
     dispatches: Sequence[tuple[int, Dispatch]],
@@ -51,52 +56,76 @@ def verdict(
     contradictions: Iterable[str] = (),
     slow_paths: tuple[str, ...] = (),
     beside: tuple[str, ...] = (),
+    library: LibraryWitness = NO_LIBRARY,
 ) -> Verdict:
     """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
     captured = [gemm for _, gemm in gemms]
     witness = OperandWitness.of((fact for _, fact in dispatches), captured)
     memory = stored_witness((fact for _, fact in dispatches), captured)
+
+    def outcomes_of(gemm: Gemm, only_shape: bool) -> Sequence[Outcome]:
+        """What reached the library: seen at its entry, else by the library's log."""
+        logged = library.sight(gemm, only_shape)
+        return witness.outcomes(gemm, only_shape) or (logged.outcomes if logged else ())
+
     shapes = Counter((gemm.module, gemm.role) for gemm in captured)
     total = math.fsum(flops(gemm) for gemm in captured)
     quantized_forward = {
         gemm.module
         for gemm in captured
-        if gemm.role == "fprop" and any(o.operands.quantized for o in witness.outcomes(gemm, only_shape=False))
+        if gemm.role == "fprop" and any(o.operands.quantized for o in outcomes_of(gemm, False))
     }
     # What reached the library where the kernels of several GEMMs bear one label.
-    sharers: dict[Place, list[list[Outcome]]] = {}
+    sharers: dict[Place, list[Sequence[Outcome]]] = {}
     for gemm in captured:
-        found = witness.outcomes(gemm, only_shape=False)
-        sharers.setdefault(kernel_place(gemm, kernels), []).append(found)
+        sharers.setdefault(kernel_place(gemm, kernels), []).append(outcomes_of(gemm, False))
     rows: list[VerdictRow] = []
     reachable: list[bool] = []
     disagreements = list(contradictions)
     for gemm in captured:
         place = (gemm.module, gemm.role)
-        outcomes = witness.outcomes(gemm, only_shape=shapes[place] > 1)
+        entered = witness.outcomes(gemm, only_shape=shapes[place] > 1)
+        logged = library.sight(gemm, only_shape=shapes[place] > 1)
         sight = kernels.get(kernel_place(gemm, kernels)) if audit.kernels_speak else None
         neighbours = [outcome for found in sharers[kernel_place(gemm, kernels)] for outcome in found]
-        clash = _clash(gemm, Operands.asked(audit.card, gemm.role), neighbours, sight)
+        clashes = [_clash(gemm, Operands.asked(audit.card, gemm.role), neighbours, sight)]
         stored = memory.get(place)
-        clash = clash or (stored.misfit if stored else None)
-        if clash:
-            disagreements.append(clash)
-        lost = witness.lost_in_recomputation(gemm.module)
-        seen = Seen(outcomes, sight, witness.steps, clash is not None, gemm.module in quantized_forward, lost)
+        if stored is not None and clashes[0] is None:
+            clashes.append(stored.misfit)
+        by_library = bool(entered) and not any(outcome.software for outcome in entered)
+        if logged is not None and by_library and (odds := logged.against(entered)) is not None:
+            clashes.append(f"{gemm.module} {gemm.role}: {odds}")
+        disagreements += [clash for clash in clashes if clash]
+        seen = Seen(
+            entered,
+            sight,
+            witness.steps,
+            any(clashes),
+            gemm.module in quantized_forward,
+            witness.lost_in_recomputation(gemm.module),
+            logged,
+            library.why_silent,
+        )
         for finding in _findings(gemm, seen, audit):
             if stored and "operands" in finding.witnesses:
                 finding.witnesses["memory"] = stored.text
             rows.append(_row(gemm, finding, audit, total))
             reachable.append(gemm.quantizable)
-    strangers = sorted({place for place in witness.found if place not in shapes})
+    strangers = sorted({place for place in (*witness.found, *library.found) if place not in shapes})
     if strangers and captured:
         names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in strangers[:3])
         more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         disagreements.append(f"GEMMs reached the library that the capture did not see: {names}{more}")
 
-    facts = (*lines_of("gemm", (n for n, _ in gemms)), *lines_of("dispatch", (n for n, _ in dispatches)))
+    facts = (
+        *lines_of("gemm", (n for n, _ in gemms)),
+        *lines_of("dispatch", (n for n, _ in dispatches)),
+        *lines_of("library_call", library.lines),
+    )
     asked = Operands.asked(audit.card, "fprop")
-    coverage, te_coverage = _coverage(rows, reachable, bool(dispatches or kernels), facts, audit.card.recipe)
+    coverage, te_coverage = _coverage(
+        rows, reachable, bool(dispatches or kernels or library.found), facts, audit.card.recipe
+    )
     return Verdict(
         coverage=coverage,
         te_coverage=te_coverage,
@@ -127,6 +156,9 @@ class Seen:
     """Whether the same module's forward GEMM ran quantized."""
     lost_in_recomputation: bool
     """Whether it ran quantized in forward, and wide when checkpointing made it again in backward."""
+    library: LibrarySight | None = None
+    library_silence: str = ""
+    """Why the library's log may say nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -160,29 +192,35 @@ def _row(gemm: Gemm, finding: Finding, audit: Audit, total: float) -> VerdictRow
 
 def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
     """One finding for each kind of operands that its calls got, and one for calls that were not seen."""
-    asked, sight = Operands.asked(audit.card, gemm.role), seen.sight
+    asked, sight, logged = Operands.asked(audit.card, gemm.role), seen.sight, seen.library
     kernels = {"kernels": str(sight)} if sight is not None and sight.known else {}
-    if not seen.outcomes:
-        return [Finding(*_by_kernels_alone(gemm, asked, sight, audit), kernels, 1.0)]
+    outcomes = seen.outcomes or (logged.outcomes if logged else ())
+    if not outcomes:
+        ran, word, why = _by_kernels_alone(gemm, asked, sight, audit)
+        return [Finding(ran, word, _joined(why, seen.library_silence), kernels, 1.0)]
 
-    watched = sum(outcome.calls for outcome in seen.outcomes)
-    due = max(gemm.calls * seen.steps, float(watched), 1.0)
-    emulated = asked.precision == "fp8-block" and sight is not None and "mxfp8" in sight.known
+    watched = math.fsum(outcome.calls for outcome in outcomes)
+    due = max(gemm.calls * seen.steps, watched, 1.0)
+    emulated = converted(asked.precision, logged) or (
+        asked.precision == "fp8-block" and sight is not None and "mxfp8" in sight.known
+    )
     found: list[Finding] = []
-    word: VerdictWord
-    for outcome in seen.outcomes:
+    for entered in outcomes:
+        # What Python code multiplies instead, it may do by products of the library's: they are not the GEMM asked for.
+        heard = logged is not None and not entered.software and logged.heard_all(entered)
+        outcome = replace(entered, operands=merged(entered.operands, logged)) if logged and heard else entered
         ran = str(outcome.operands)
         if seen.clash:
             word, why = "unproven", "the witnesses disagree"
         elif outcome.software:
             ran, word, why = _by_software(asked, outcome, sight, audit)
-        elif emulated and outcome.operands.precision == "fp8-block":
-            ran += ", run as mxfp8"
-            word, why = "emulated", "block scales were converted before the product, and an MXFP8 kernel ran"
+        elif emulated and outcome.operands.precision in ("fp8-block", "mxfp8"):
+            ran += "" if outcome.operands.precision == "mxfp8" else ", run as mxfp8"
+            word, why = "emulated", "block scales were converted before the product, which ran as MXFP8"
         elif (
             kernels
             and gemm.quantizable
-            and len(seen.outcomes) == 1
+            and len(outcomes) == 1
             and scaled_alike(asked, outcome.operands)
             and not _cause(outcome)
         ):
@@ -190,11 +228,20 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
             why = "kernel names tell the format, operands the scaling" if word == "confirmed" else why
         else:
             word, why = _judge(gemm, asked, outcome, audit, seen)
-            why = "; ".join(text for text in (why, _tf32(sight) if kernels else _silence(sight, audit)) if text)
-        found.append(Finding(ran, word, why, {"operands": str(outcome.operands), **kernels}, outcome.calls / due))
+            why = _joined(
+                "" if seen.outcomes else "by the library's log alone",
+                why,
+                _tf32(sight) if kernels else _silence(sight, audit),
+                remark(logged, entered) if logged else seen.library_silence,
+            )
+        witnesses = {"operands": str(entered.operands)} if seen.outcomes else {}
+        if logged is not None and (seen.clash or heard):
+            witnesses["library"] = str(logged)
+        found.append(Finding(ran, word, why, {**witnesses, **kernels}, outcome.calls / due))
     unseen = 1.0 - watched / due
     if unseen > 1e-9:
-        why = f"{unseen:.0%} of the calls reached no function that was watched"
+        what = "reached no function that was watched" if seen.outcomes else "are not in the library's log"
+        why = f"{unseen:.0%} of the calls {what}"
         found.append(Finding(UNKNOWN, "unproven", why, {}, unseen))
     return _merged(found)
 
@@ -331,6 +378,10 @@ def _by_kernels_alone(
     if wider and gemm.role != "fprop" and audit.backward_override:
         return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"
     return ran, "fallback", f"{_how_it_fell(asked.precision, worst, worst)} (by kernel names alone)"
+
+
+def _joined(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 def _tf32(sight: KernelSight | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lowprec_callback.analyze.gemms import operation
+from lowprec_callback.recording import ROLES
 from lowprec_callback.report import Figure, Report, VerdictRow
 
 
@@ -45,10 +46,16 @@ def fallbacks(report: Report, most: int = 5) -> str:
     for (recipe, name, asked, ran, why), rows in list(found.items())[:most]:
         modules = list(dict.fromkeys(row.module for row in rows))
         where = modules[0] if len(modules) == 1 else f"{name} ({len(modules)} modules)"
-        roles = ", ".join(dict.fromkeys(row.role for row in rows))
+        roles = in_order(row.role for row in rows)
         told.append(f"{recipe}: {where}, {roles}: asked {asked}, ran {ran}: {why}")
     more = f"; and {len(found) - most} more like these" if len(found) > most else ""
     return f"Not every GEMM ran in the precision that was asked for. {'; '.join(told)}{more}."
+
+
+def in_order(roles: Iterable[str]) -> str:
+    """`fprop, dgrad, wgrad`, each that is there, once."""
+    found = set(roles)
+    return ", ".join(role for role in ROLES if role in found)
 
 
 def _floor_percent(share: float) -> str:
@@ -89,7 +96,7 @@ def _places(rows: Sequence[VerdictRow]) -> str:
         roles.append(row.role)
         modules.append(row.module)
     texts = [
-        f"{modules[0] if len(set(modules)) == 1 else name} ({', '.join(dict.fromkeys(roles))}: {ran})"
+        f"{modules[0] if len(set(modules)) == 1 else name} ({in_order(roles)}: {ran})"
         for (name, ran), (roles, modules) in grouped.items()
     ]
     more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""

@@ -2,7 +2,8 @@
 
 Two witnesses that do not know of each other: the operands that reached the GEMM library (`Dispatch`), and
 the names of the kernels that the GPU then ran (`Trace`), checked against a signature book learned from the
-benchmark (`GemmTime.kernels`), whose precision is known because the benchmark chose it."""
+benchmark (`GemmTime.kernels`), whose precision is known because the benchmark chose it. The third, the library's
+own log, is in `library`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Outcome:
 
     operands: Operands
     in_region: bool | None
-    calls: int
+    calls: float
     other_recipe: str | None = None
     stale_recipe: str | None = None
     recomputed: bool = False

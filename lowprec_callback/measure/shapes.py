@@ -92,21 +92,19 @@ class GemmLog:
 
     def add_product(self, product: AtenProduct) -> None:
         """A matrix product of PyTorch's own."""
-        layer = self._layers.get(product.scope.module) if product.scope else None
-        role = role_of(product, layer.weights[0]) if layer and product.scope else None
-        if layer is None or role is None:
+        place = self.place_of(product)
+        if place is None:
             with self._lock:
                 self._strays[product] += 1
             return
-        k, n = layer.weights[0].k, layer.weights[0].n
-        outer = product.columns if role == "dgrad" and product.columns != k else product.rows
+        layer, role, (m, k, n) = place
         operands = [Operand("Tensor", element, "none") for element in (product.first, product.second)]
         with self._lock:
             self._seen.append(
                 _Seen(
                     module=layer.path,
                     role=role,
-                    m=product.inner if role == "wgrad" else outer,
+                    m=m,
                     k=k,
                     n=n,
                     family=layer.family,
@@ -123,6 +121,16 @@ class GemmLog:
                     recomputed=False,
                 )
             )
+
+    def place_of(self, product: AtenProduct) -> tuple[LinearLayer, Role, tuple[int, int, int]] | None:
+        """The linear layer that a product belongs to, which of its GEMMs it is, and M, K, N; None if there is none."""
+        layer = self._layers.get(product.scope.module) if product.scope else None
+        role = role_of(product, layer.weights[0]) if layer else None
+        if layer is None or role is None:
+            return None
+        k, n = layer.weights[0].k, layer.weights[0].n
+        outer = product.columns if role == "dgrad" and product.columns != k else product.rows
+        return layer, role, (product.inner if role == "wgrad" else outer, k, n)
 
     def module_of(self, scope: Scope | None, sizes: Sizes) -> str:
         """The path of the linear layer that a call of these sizes belongs to, as `Gemm.module` names it."""

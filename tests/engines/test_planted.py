@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowprec_callback.analyze.verdict import RECOMPUTED
 from lowprec_callback.engines import te_state
 from lowprec_callback.engines.base import NotRun, Region
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, build_recipe
+from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeCard, load_cards, read_card
 from lowprec_callback.recording import Environment, Model, Recorder, UncachedWeights
@@ -28,6 +29,12 @@ from tests.engines.fake_te import Fake, Float8CurrentScaling, Format
 CARDS = load_cards()
 CURRENT = CARDS["fp8_current"]
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_library_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake multiplies in FP32 whatever it was asked for, and the CPU's library would say so."""
+    monkeypatch.setattr(LibraryListener, "listen", lambda *_: nullcontext())
 
 
 class Stack(nn.Module):

@@ -498,7 +498,7 @@ def test_a_watched_step_shows_what_each_operand_holds(fake: Fake) -> None:
         ("bf16", Stored(4 * 24 * 8, 0, 0, parameter=True), Stored(4 * 6 * 24, 0, 0)),
         ("fp8_current", Stored(24 * 8, 0, 0), Stored(6 * 24, 0, 0)),
     ):
-        found = {fact.role: fact for fact in watched(model, CARDS[recipe], x).dispatches(recipe, lambda _path: None)}
+        found = {fact.role: fact for fact in watched(model, CARDS[recipe], x).dispatches(recipe)}
         assert found["fprop"].weight_or_input.stored == weight
         assert found["wgrad"].other.stored == grad
 
