@@ -87,10 +87,10 @@ def test_every_entry_call_has_its_line_in_the_formats_of_its_operands(
     layer, step = build(kind)
     model = nn.ModuleDict({"layer": layer})
     (card,) = cards(recipe)
-    log, about, calls, engine = watched(engine_for(model), card, step)
+    log, about, calls, _ = watched(engine_for(model), card, step)
     assert about.silent is None, about
     assert about.libraries == ("cuBLASLt",)
-    dispatches = log.dispatches(recipe, engine.in_region)
+    dispatches = log.dispatches(recipe)
     entered = Counter({(d.module, d.role): d.calls for d in dispatches if not d.entry.startswith("aten::")})
     heard = Counter()
     for call in calls:
