@@ -92,3 +92,27 @@ def test_nsight_systems(tmp_path: Path) -> None:
     verdict = verdict_of("lowprec.nsys-rep")
     check(verdict)
     assert {row.where for row in verdict.kernels if row.verdict == "confirmed"} <= {"fprop", "dgrad", "wgrad"}
+
+
+def test_the_callbacks_own_ranges_under_nsight_systems(tmp_path: Path) -> None:
+    """A profile under nsys: every recipe is found by its ranges, each GEMM in its module and role, and as asked."""
+    if shutil.which("nsys") is None:
+        pytest.skip("nsys is not on the PATH")
+    train = str(ROOT / "examples" / "mini_gpt" / "train.py")
+    options = ["--preset", "seed", "--profile-only", "--rounds", "1", "--recipes", "fp8_delayed,fp8_current"]
+    assert main(["nsys", "--command", "--run", "--", sys.executable, train, *options]) == 0
+    assert main(["nsys", "lowprec.nsys-rep", "--output-dir", "out"]) == 0
+    (folder,) = Path("out").iterdir()
+    report = load_report(folder)
+    assert {part.name for part in report.recipes} == {"bf16", "fp8_delayed", "fp8_current"}
+    for part in report.recipes:
+        assert part.verdict is not None
+        assert part.ledger is not None
+        inside = [
+            row for row in part.verdict.kernels if row.where in ("fprop", "dgrad", "wgrad") and "head" not in row.module
+        ]
+        assert {row.verdict for row in inside} == {"confirmed"}
+        assert {row.where for row in inside} == {"fprop", "dgrad", "wgrad"}
+        # Each layer under its own path, not under its class.
+        assert len({row.module for row in inside}) > 4
+        assert part.gap is None or part.gap.missing is None
