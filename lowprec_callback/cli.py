@@ -45,6 +45,7 @@ def _in(module: str) -> Callable[[Subparsers], None]:
 COMMANDS: dict[str, Command] = {
     "doctor": Command("what this machine can run, and why not the rest", _in("lowprec_callback.doctor")),
     "gemm": Command("time a model's GEMMs by themselves, under each recipe", _in("lowprec_callback.gemm_command")),
+    "nsys": Command("read a capture of Nsight Systems or torch.profiler", _in("lowprec_callback.nsys_command")),
     "report": Command("show a run again, from its Recording alone", _in("lowprec_callback.show.command")),
 }
 

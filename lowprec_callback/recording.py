@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, TypeVar
 
-VERSION = 1
+VERSION = 2
 """Version of the facts below. Raised when a fact is added, dropped or changes its meaning."""
 
 FILE_NAME = "recording.jsonl"
@@ -254,6 +254,9 @@ class StepTime(Fact):
     """The same interval on the host's monotonic clock."""
     discarded: str | None = None
     """Why this sample does not count (evaluation ran inside it, a checkpoint was written...)."""
+    attached: str | None = None
+    """The profiler that watched this step after all, where the Recording was made from its capture: it slows the
+    host, so that the step may be longer than it is without."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +343,54 @@ class Stored:
     """Of the scales and amax values of all copies."""
     parameter: bool = False
     """Whether the buffers are those of a parameter of the model: then the operand takes no memory of its own."""
+
+
+@dataclass(frozen=True)
+class Imported(Fact):
+    """The capture of a profiler that this Recording was made from, instead of a live run."""
+
+    kind: ClassVar[str] = "imported"
+    tool: str
+    """`Nsight Systems 2025.3.2 (export schema 3.20.3)`, `torch.profiler`."""
+    file: str
+    """The file's name, without its folder."""
+    kernels: int
+    """Kernels, copies and fills of the GPU that is reported."""
+    placed: int
+    """Those of them whose launch by the host was found."""
+    steps: str
+    """How the steps were found."""
+    traced: str
+    """Which steps became `Trace` facts, and by which rule."""
+    recipe_from: Literal["ranges", "user", "kernels"]
+    """Who says which recipe was asked for: our ranges, the user, or nobody, so that the kernels must tell."""
+    why_recipe: str = ""
+
+
+@dataclass(frozen=True)
+class GemmKernels(Fact):
+    """All GEMM kernels of a capture's steps of one recipe, counted by name and place, in columns of equal length.
+
+    `Trace` facts hold every kernel of a few steps; this covers the GEMMs of all.
+    """
+
+    kind: ClassVar[str] = "gemm_kernels"
+    recipe: str
+    steps: int
+    names: tuple[str, ...]
+    """Distinct kernel names; `name` indexes it."""
+    labels: tuple[str, ...]
+    """Distinct texts; `module`, `role`, `op`, `phase` index it. Label 0 is the empty text: not known."""
+    name: tuple[int, ...]
+    module: tuple[int, ...]
+    role: tuple[int, ...]
+    op: tuple[int, ...]
+    phase: tuple[int, ...]
+    """A phase of the step, or the direction of the module's range."""
+    library: tuple[bool, ...]
+    """Whether Transformer Engine's GEMM library launched it, or a GEMM range of ours was open."""
+    count: tuple[int, ...]
+    total_us: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -570,7 +621,7 @@ def encode(fact: Fact) -> str:
 
     JSON has no NaN and no infinities: they become the texts "NaN", "Infinity" and "-Infinity".
     """
-    body = {"fact": fact.kind, **dataclasses.asdict(fact)}
+    body = {"fact": fact.kind, **vars(fact)}
     return json.dumps(finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -583,8 +634,14 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [item if type(item) in _AS_IT_IS else finite(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return finite(vars(value))
     return value
+
+
+_AS_IT_IS = frozenset({int, str, bool})
+"""What columns mostly hold; a trace has hundreds of thousands of them."""
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,24 @@ class VerdictRow:
 
 
 @dataclass(frozen=True)
+class KernelRow:
+    """Asked against ran for the GEMM kernels of one place in a capture, whose shapes are not known."""
+
+    module: str
+    """The empty text: not known."""
+    where: str
+    """The role; `forward` or `backward` where the role is not known, the empty text where that is not either."""
+    asked: str
+    ran: str
+    verdict: VerdictWord
+    why: str
+    kernels: float
+    """GEMM kernels a step, on average over all captured steps."""
+    ms: float
+    """Their time a step; overlap is not taken out."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """All rows, and coverage: the share of the step's linear-layer FLOPs that ran as asked."""
 
@@ -165,6 +183,8 @@ class Verdict:
     slow_paths: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     """Products of the step that belong to no linear layer (attention's), in which format, and their share."""
+    kernels: tuple[KernelRow, ...] = ()
+    """From a profiler's capture, instead of `rows`."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Scene:
     """Recipes whose loss is not finite, and what it was."""
     interrupted: str | None = None
     """If the run did not come to its end: what is missing."""
+    imported: bool = False
+    """Whether the Recording was made from a profiler's capture."""
 
     @property
     def measured(self) -> tuple[RecipeReport, ...]:
@@ -66,6 +68,8 @@ def headline(scene: Scene) -> tuple[str, ...]:
     fallback = _fallbacks(scene)
     if best is None:
         sentences += [_nothing_measured(scene), *fallback]
+        if scene.imported and scene.baseline.verdict is not None and not scene.others:
+            sentences = [scene.baseline.verdict.summary, *sentences]
     else:
         first, *rest = _about_best(best, scene)
         sentences += [first, *fallback, *rest]
@@ -73,6 +77,8 @@ def headline(scene: Scene) -> tuple[str, ...]:
             sentences.append(best.verdict.summary)
     if scene.interrupted:
         sentences.append(scene.interrupted)
+    if scene.imported:
+        sentences.append("All steps were timed with the profiler attached, which slows the host.")
     return tuple(sentences)
 
 
@@ -117,7 +123,8 @@ def _step_speedup(part: RecipeReport) -> float:
 def _nothing_measured(scene: Scene) -> str:
     base = scene.baseline
     if not scene.others:
-        return f"No recipe beside {base.name} is in this Recording, so there is nothing to compare."
+        where = "capture" if scene.imported else "Recording"
+        return f"No recipe beside {base.name} is in this {where}, so there is nothing to compare."
     if base.step_ms.value is None:
         return f"No speedup is known, because the step of {base.name} was not timed: {base.step_ms.reason}."
     reasons = "; ".join(f"{part.name}: {_why_not(part)}" for part in scene.others if part.name not in scene.void)

@@ -23,6 +23,12 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 SEED = 20250607
 
+LARGE = 500
+"""Samples of a single block from which its resampled medians are drawn at once; see `_resampled_medians`."""
+
+MOST_DRAWN = 4_000_000
+"""Samples that are drawn at a time: 32 MB."""
+
 Rounds = Mapping[int, Sequence[float]]
 """Samples by round."""
 
@@ -160,6 +166,12 @@ def _pooled_medians(
     """For each row of `choice` (indices of blocks): the median of samples drawn from those blocks."""
     lengths = np.array([len(block) for block in blocks])
     longest = int(lengths.max())
+    if len(blocks) == 1 and longest > LARGE:
+        return _resampled_medians(blocks[0], len(choice), rng)
+    rows = max(1, MOST_DRAWN // (choice.shape[1] * longest))
+    if rows < len(choice):  # a few rows at a time, for the memory's sake
+        parts = [_pooled_medians(blocks, choice[i : i + rows], rng) for i in range(0, len(choice), rows)]
+        return np.concatenate(parts)
     padded = np.full((len(blocks), longest), np.nan)
     for index, block in enumerate(blocks):
         padded[index, : len(block)] = block
@@ -173,6 +185,21 @@ def _pooled_medians(
     row = np.arange(len(choice))
     upper, lower = ordered[row, count // 2], ordered[row, (count - 1) // 2]
     return np.asarray((lower + upper) / 2, dtype=np.float64)
+
+
+def _resampled_medians(block: NDArray[np.float64], count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """`count` medians of n samples drawn from the n of `block` with replacement, without drawing them.
+
+    Of n uniform draws on [0, 1) the k-th smallest has the distribution Beta(k, n - k + 1), and the draw u picks sample
+    floor(n u) in order of size. With n odd the median is the draw k = (n + 1) / 2. With n even it lies between the
+    draws k = n / 2 and k + 1; the latter is u + (1 - u) w with w of Beta(1, n - k), the smallest of the n - k above.
+    """
+    ordered, n = np.sort(block), len(block)
+    k = (n + 1) // 2
+    lower = rng.beta(k, n - k + 1, count)
+    upper = lower if n % 2 else lower + (1 - lower) * rng.beta(1, n - k, count)
+    first, second = (ordered[np.minimum((u * n).astype(np.intp), n - 1)] for u in (lower, upper))
+    return np.asarray((first + second) / 2, dtype=np.float64)
 
 
 def _median_variance(block: NDArray[np.float64], rng: np.random.Generator) -> float:

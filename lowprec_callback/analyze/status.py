@@ -10,6 +10,7 @@ from lowprec_callback.recording import (
     End,
     Gemm,
     GemmTime,
+    Imported,
     LibraryLog,
     Plan,
     Problem,
@@ -94,6 +95,20 @@ def restored_text(recording: Recording) -> str | None:
         return "no, as asked"
     text = f"yes: {', '.join(restored.parts)}" if restored.parts else "yes"
     return f"{text} ({restored.verified})" if restored.verified else text
+
+
+def import_text(imported: Imported) -> str:
+    """Where an imported capture's numbers come from, in one line."""
+    who = {
+        "ranges": "recipes as its ranges name them",
+        "user": "recipe as given by the user",
+        "kernels": f"recipe inferred: {imported.why_recipe}",
+    }[imported.recipe_from]
+    return (
+        f"a capture of {imported.tool}: {imported.placed:,} of {imported.kernels:,} kernels and copies with their "
+        f"launch; steps: {imported.steps}; {who}; every step is timed, with the profiler attached; time by kind of "
+        f"work {imported.traced}"
+    )
 
 
 def plan_text(plan: Plan | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from lowprec_callback.analyze import kernel_rows
 from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
@@ -22,7 +23,7 @@ from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import Scene, headline, reading
 from lowprec_callback.analyze.slow_paths import Watched, slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
-from lowprec_callback.analyze.status import plan_text, problems, restored_text, status_of, unfinished
+from lowprec_callback.analyze.status import import_text, plan_text, problems, restored_text, status_of, unfinished
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
 from lowprec_callback.analyze.verdict import NO_LIBRARY, Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
@@ -35,9 +36,11 @@ from lowprec_callback.recording import (
     Environment,
     Fact,
     Gemm,
+    GemmKernels,
     GemmTime,
     Header,
     HostTime,
+    Imported,
     LibraryCall,
     LibraryLog,
     Loss,
@@ -83,7 +86,7 @@ def analyze(recording: Recording) -> Report:
         sentences = (f"Nothing was measured yet: {why or 'the Recording names no recipe'}.",)
     else:
         others = tuple(part for part in recipes if not part.baseline)
-        scene = Scene(base, others, facts.on_cpu, void, missing)
+        scene = Scene(base, others, facts.on_cpu, void, missing, facts.imported is not None)
         sentences, read = headline(scene), reading(scene)
     header, model, environment, plan = (
         recording.last(Header),
@@ -95,22 +98,28 @@ def analyze(recording: Recording) -> Report:
         version=VERSION,
         tool_version=header.tool_version if header else "unknown",
         created=header.created if header else "unknown",
-        model=model.name if model else "unknown: no model was recorded",
-        engine=model.engine if model else "unknown",
-        why_engine=model.why_engine if model else "the Recording ends before the engine was chosen",
+        model=model.name if model else facts.imported.file if facts.imported else "unknown: no model was recorded",
+        engine=model.engine if model else "imported" if facts.imported else "unknown",
+        why_engine=model.why_engine if model else _why_no_engine(facts.imported),
         device=environment.device if environment else "unknown: no environment was recorded",
         versions=dict(environment.versions) if environment else {},
         headline=sentences,
         reading=read,
         baseline=facts.baseline or "unknown",
         recipes=recipes,
-        plan=plan_text(plan),
+        plan=import_text(facts.imported) if facts.imported else plan_text(plan),
         shrunk=plan.shrunk if plan else None,
         problems=(*facts.flaws, *problems(recording, why)),
         restored=restored_text(recording),
         status=status,
         recording=str(recording.path) if recording.path else None,
     )
+
+
+def _why_no_engine(imported: Imported | None) -> str:
+    if imported is None:
+        return "the Recording ends before the engine was chosen"
+    return f"read from a capture of {imported.tool}"
 
 
 class _Facts:
@@ -124,6 +133,7 @@ class _Facts:
         self.device_type = environment.device_type if environment else "cuda"
         self.on_cpu = self.device_type == "cpu"
         self.te = model is not None and model.engine == "transformer_engine"
+        self.imported = recording.last(Imported)
         self.gemms: Numbered[Gemm] = _latest(recording.lines(Gemm))
         self.cards = {card.recipe: card for card in recording.of(Card)}
         self.refusals = {refusal.recipe: refusal for refusal in recording.of(Refusal)}
@@ -147,12 +157,18 @@ class _Facts:
         self.scales = _by_recipe(recording.lines(Scales))
         self.products = _by_recipe(recording.lines(Product))
         self._capability = environment.compute_capability if environment else None
+        counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
+        self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
         traces = recording.lines(Trace)
         self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
         self.flaws = tuple(
             f"the trace of {trace.recipe} on line {line} cannot be used: {flaw(trace)}"
             for line, trace in traces
             if flaw(trace) is not None
+        ) + tuple(
+            f"the counted kernels of {fact.recipe} on line {line} cannot be used: {wrong}"
+            for line, fact, wrong in counted
+            if wrong is not None
         )
         self.recipes = self._names()
         self.baseline = self.recipes[0] if self.recipes else None
@@ -242,12 +258,19 @@ def _measure(name: str, facts: _Facts) -> _Measured:
         step=step_ms,
         rounds=rounds,
         host=_host(name, facts),
-        bench=totals(facts.gemms, facts.benchmark, name, facts.baseline or name),
+        bench=_bench(name, facts),
         views=views,
         ledger=made,
         no_ledger=no_ledger,
         bad_loss=bad_loss(facts.losses.get(name, [])),
     )
+
+
+def _bench(name: str, facts: _Facts) -> GemmTotals:
+    if facts.imported is not None and not facts.gemms:
+        missing = Figure.missing("ms", "a profiler's capture tells no GEMM shapes, so there is no benchmark of them")
+        return GemmTotals((), missing, missing, 0, 0)
+    return totals(facts.gemms, facts.benchmark, name, facts.baseline or name)
 
 
 def _host(name: str, facts: _Facts) -> Figure:
@@ -377,6 +400,10 @@ def _verdict(
     override = _override(facts, card)
     if name == facts.baseline and not card.baseline:
         card = Card(**{**card.__dict__, "baseline": True})
+    counted = facts.gemm_kernels.get(name, [])
+    if counted and not facts.gemms:
+        told = kernel_rows.kernel_verdict(counted, card, facts.imported, override)
+        return replace(told, slow_paths=slow_paths(part.views, facts.watched(name, card)))
     found = verdict(
         facts.gemms,
         facts.dispatches.get(name, []),

@@ -12,7 +12,7 @@ from lowprec_callback.report import FILE_NAME, Report, ReportError, load_report
 NARROWEST = 40
 
 
-class _Failure(Exception):
+class ShowError(Exception):
     """Something that the user must hear about in one sentence."""
 
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("report", description="Show a run again, from its Recording alone.")
     parser.add_argument("path", metavar="RUN", help=f"a run folder, its recording.jsonl, or a {FILE_NAME}")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the page")
-    parser.add_argument("--width", type=_width, metavar="N", help="columns of the page (default: the terminal's)")
+    parser.add_argument("--width", type=page_width, metavar="N", help="columns of the page (default: the terminal's)")
     parser.add_argument("--plots", action="store_true", help="write the plots as PNG beside the Recording")
     parser.set_defaults(run=run)
 
@@ -30,18 +30,26 @@ def run(args: argparse.Namespace) -> int:
     """Show the report; 0, or 2 with a sentence on standard error."""
     path = Path(args.path)
     try:
-        report = _report(path)
-        written = _plots(report, path) if getattr(args, "plots", False) else []
-    except _Failure as failure:
+        show(_report(path), path, json=args.json, width=args.width, plots=getattr(args, "plots", False))
+    except ShowError as failure:
         print(f"lowprec report: {' '.join(str(failure).split())}", file=sys.stderr)
         return 2
-    if args.json:
+    return 0
+
+
+def show(report: Report, path: Path, *, json: bool, width: int | None, plots: bool) -> None:
+    """Print the page (or the JSON) of a report, and write its plots beside `path`.
+
+    Raises:
+        ShowError: the plots cannot be written.
+    """
+    written = _plots(report, path) if plots else []
+    if json:
         _print_json(report)
         for text in written:
             print(text, file=sys.stderr)
     else:
-        _print_page(report, args.width, written)
-    return 0
+        _print_page(report, width, written)
 
 
 def _report(path: Path) -> Report:
@@ -56,7 +64,7 @@ def _report(path: Path) -> Report:
 
         return analyze(recording)
     except (RecordingError, ReportError) as error:
-        raise _Failure(str(error)) from error
+        raise ShowError(str(error)) from error
 
 
 def _plots(report: Report, path: Path) -> list[str]:
@@ -67,7 +75,7 @@ def _plots(report: Report, path: Path) -> list[str]:
     try:
         plots = save_all(report, folder)
     except OSError as error:
-        raise _Failure(f"{folder}: the plots cannot be written ({error.strerror or error})") from error
+        raise ShowError(f"{folder}: the plots cannot be written ({error.strerror or error})") from error
     return [str(plot.path) if plot.path else f"no plot {plot.reason}" for plot in plots]
 
 
@@ -89,7 +97,7 @@ def _print_page(report: Report, width: int | None, files: list[str]) -> None:
     print_report(report, Console(width=width), files)
 
 
-def _width(text: str) -> int:
+def page_width(text: str) -> int:
     """A page width; argparse turns the exception into a sentence and exit code 2."""
     if not text.isascii() or not text.isdigit() or int(text) < NARROWEST:
         raise argparse.ArgumentTypeError(f"{text!r} is no width: give a whole number of at least {NARROWEST}")

@@ -122,3 +122,36 @@ def test_is_different() -> None:
     assert is_different(0.9, 1.1) is False
     assert is_different(0.7, 0.8) is True
     assert is_different(None, 1.0) is None
+
+
+def test_many_samples_of_one_block_are_resampled_without_drawing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same interval either way, but for the chance of a finite number of resamples."""
+    from lowprec_callback.analyze import statistics
+
+    rng = np.random.default_rng(3)
+    for n in (601, 600):
+        samples = {0: rng.gamma(4.0, 1.0, n).tolist()}
+        fast = median_interval(samples)
+        monkeypatch.setattr(statistics, "LARGE", 10**9)
+        slow = median_interval(samples)
+        monkeypatch.undo()
+        assert fast.value == slow.value
+        assert fast.low is not None
+        assert fast.high is not None
+        assert slow.low is not None
+        assert slow.high is not None
+        width = slow.high - slow.low
+        assert abs(fast.low - slow.low) < 0.15 * width
+        assert abs(fast.high - slow.high) < 0.15 * width
+
+
+def test_drawing_a_few_rows_at_a_time_changes_the_draws_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec_callback.analyze import statistics
+
+    rounds = {number: np.random.default_rng(number).normal(10, 1, 30).tolist() for number in range(3)}
+    whole = median_interval(rounds)
+    monkeypatch.setattr(statistics, "MOST_DRAWN", 30 * 3 * 7)
+    parts = median_interval(rounds)
+    assert whole.value == parts.value
+    assert whole.low == pytest.approx(parts.low, abs=0.2)
+    assert whole.high == pytest.approx(parts.high, abs=0.2)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowprec_callback.report import RecipeReport, Report, Verdict, VerdictRow
+from lowprec_callback.report import KernelRow, RecipeReport, Report, Verdict, VerdictRow
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
 
@@ -38,6 +38,7 @@ def _block(recipe: RecipeReport) -> list[RenderableType]:
         # Without evidence every row is unproven for the same reason, which the summary has told.
         lines.append(parts.paragraph(_coverage(verdict)))
         lines += _groups(odd, [row.module for row in verdict.rows])
+    lines += _kernels(verdict.kernels)
     said: list[tuple[str, str | Text]] = [
         *(("witnesses disagree", words.one_line(text)) for text in verdict.disagreements),
         *(("beside them", words.one_line(text)) for text in verdict.beside),
@@ -50,6 +51,29 @@ def _coverage(verdict: Verdict) -> str:
     whole = words.share(verdict.coverage)
     reachable = words.share(verdict.te_coverage)
     return f"Coverage: {whole} of linear-layer FLOPs; of those that a recipe can reach: {reachable}."
+
+
+def _kernels(rows: Sequence[KernelRow]) -> list[RenderableType]:
+    """What a capture's kernels say, the loudest first: places with the same verdict and formats as one entry."""
+    groups: dict[tuple[str, str, str, str], list[KernelRow]] = {}
+    for row in rows:
+        groups.setdefault((row.verdict, row.asked, row.ran, words.one_line(row.why)), []).append(row)
+    loudest = sorted(groups.items(), key=lambda item: (_rank(item[0][0]), -sum(row.ms for row in item[1])))
+    return parts.entries([(group[0], _kernel_sentence(group, members)) for group, members in loudest])
+
+
+def _kernel_sentence(group: tuple[str, str, str, str], rows: Sequence[KernelRow]) -> Text:
+    _, asked, ran, why = group
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        places.setdefault(row.module or "unknown module", []).append(row.where)
+    text = Text(
+        "; ".join(f"{name} {', '.join(dict.fromkeys(w for w in where if w))}".strip() for name, where in places.items())
+    )
+    text.stylize("bold")
+    count, ms = sum(row.kernels for row in rows), sum(row.ms for row in rows)
+    text.append(f": asked {asked}, ran {ran} ({count:.4g} kernel{'' if count == 1 else 's'}, {ms:.3g} ms a step)")
+    return text.append(f": {why}" if why else "")
 
 
 def _groups(rows: Sequence[VerdictRow], among: Sequence[str]) -> list[RenderableType]:

@@ -1,0 +1,189 @@
+"""Asked against ran from the GEMM kernels of a capture, which knows names and places but no shapes.
+
+Without shapes there are no FLOPs, so there is no coverage: a row says how many kernels a step ran in what. A row is
+`confirmed` only if every GEMM kernel there is of the precision (and, for FP8, of the operand formats) that the recipe
+asks for. Where a capture marks the GEMM calls of linear layers, by ranges of Transformer Engine (TE) or of our own, a
+GEMM kernel that was launched elsewhere is `outside`; in a capture without any marks, a wider kernel than asked for is
+`unproven`, because it may be a layer that no recipe reaches. Attention's products are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lowprec_callback.analyze.kernels import bucket_in_context, classify
+from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, shown
+from lowprec_callback.recording import Card, GemmKernels, Imported, Role
+from lowprec_callback.report import Figure, KernelRow, Verdict, VerdictWord
+
+SHARE = "share"
+NO_SHAPES = "a capture holds no GEMM shapes, so shares of FLOPs are not known"
+
+
+@dataclass
+class _Group:
+    """Kernels of one place and one kind of operands."""
+
+    module: str
+    where: str
+    """A role, or the direction where the role is not known; empty where neither is."""
+    library: bool
+    precision: str
+    operands: tuple[str, str] | None
+    count: int = 0
+    us: float = 0.0
+    names: set[str] = field(default_factory=set)
+
+    @property
+    def ran(self) -> str:
+        """`e4m3 x e5m2`, or the precision where the name gives no formats."""
+        if self.operands is None or self.precision == UNKNOWN:
+            return self.precision
+        formats = " x ".join(sorted(self.operands))
+        return formats if self.precision in ("fp8", *set(self.operands)) else f"{formats}, {self.precision}"
+
+
+def kernel_verdict(
+    facts: Sequence[tuple[int, GemmKernels]], card: Card, imported: Imported | None, override: str | None
+) -> Verdict:
+    """Rows by place, and one sentence; see the module's docstring for the words."""
+    groups = _groups(facts)
+    steps = sum(fact.steps for _, fact in facts)
+    marked = any(group.library for group in groups)
+    rows = [_row(group, card, steps, marked, override) for group in groups]
+    missing = Figure.missing(SHARE, NO_SHAPES)
+    inferred = imported is not None and imported.recipe_from == "kernels"
+    return Verdict(
+        coverage=missing,
+        te_coverage=missing,
+        rows=(),
+        summary=_summary(rows, card, marked, imported.why_recipe if imported and inferred else None),
+        kernels=tuple(rows),
+    )
+
+
+def flaw(fact: GemmKernels) -> str | None:
+    """Why the fact cannot be read (unequal columns, an index out of range)."""
+    labels = (fact.module, fact.role, fact.op, fact.phase)
+    if any(len(column) != len(fact.name) for column in (*labels, fact.library, fact.count, fact.total_us)):
+        return "its columns have unequal lengths"
+    if any(not 0 <= index < len(fact.names) for index in fact.name):
+        return "it points to a name that it does not hold"
+    if any(not 0 <= index < len(fact.labels) for column in labels for index in column):
+        return "it points to a label that it does not hold"
+    return None
+
+
+def _groups(facts: Sequence[tuple[int, GemmKernels]]) -> list[_Group]:
+    found: dict[tuple[object, ...], _Group] = {}
+    for _, fact in facts:
+        for i in range(len(fact.name)):
+            name = fact.names[fact.name[i]]
+            module, role, op, phase = (
+                fact.labels[column[i]] for column in (fact.module, fact.role, fact.op, fact.phase)
+            )
+            if bucket_in_context(name, op=op, module=module, role=role, phase=phase) != "gemm":
+                continue
+            kernel = classify(name)
+            operands = None if kernel.operands is None else tuple(sorted(kernel.operands))
+            key = (module, role or phase, fact.library[i], kernel.precision, operands)
+            group = found.setdefault(
+                key, _Group(module, role or phase, fact.library[i], kernel.precision, kernel.operands)
+            )
+            group.count += fact.count[i]
+            group.us += fact.total_us[i]
+            group.names.add(name)
+    return list(found.values())
+
+
+def _row(group: _Group, card: Card, steps: int, marked: bool, override: str | None) -> KernelRow:
+    asked = _asked(card, group.where)
+    word, why = _judge(group, asked, marked, override)
+    return KernelRow(
+        module=group.module,
+        where=group.where,
+        asked=" or ".join(dict.fromkeys(str(operands) for operands in asked)),
+        ran=group.ran,
+        verdict=word,
+        why=why,
+        kernels=group.count / max(steps, 1),
+        ms=group.us / 1e3 / max(steps, 1),
+    )
+
+
+def _asked(card: Card, where: str) -> list[Operands]:
+    """What the recipe asks for there: of each role that it may be."""
+    possible: dict[str, tuple[Role, ...]] = {
+        "fprop": ("fprop",),
+        "dgrad": ("dgrad",),
+        "wgrad": ("wgrad",),
+        "forward": ("fprop",),
+        "backward": ("dgrad", "wgrad"),
+    }
+    return [Operands.asked(card, role) for role in possible.get(where, ("fprop", "dgrad", "wgrad"))]
+
+
+def _judge(group: _Group, asked: Sequence[Operands], marked: bool, override: str | None) -> tuple[VerdictWord, str]:
+    if marked and not group.library:
+        return "outside", "launched outside of the GEMM calls that Transformer Engine or our ranges mark"
+    if group.precision == UNKNOWN:
+        return "unproven", "its kernels' names tell no precision"
+    fits = [operands for operands in asked if kernel_fits(operands, group.precision)]
+    formats = None if group.operands is None else sorted(group.operands)
+    if fits and (group.precision != "fp8" or any(sorted(operands.formats) == formats for operands in fits)):
+        note = "a kernel's name does not tell delayed from current scaling" if group.precision == "fp8" else ""
+        return "confirmed", note
+    if fits:
+        return "fallback", "ran FP8 in other formats than asked for"
+    if any(operands.precision == "fp8-block" for operands in asked) and group.precision == "mxfp8":
+        return "emulated", "block scaling ran as MXFP8"
+    if not marked and any(operands.quantized for operands in asked):
+        return "unproven", "whether a recipe reaches this layer, a capture without ranges does not tell"
+    bits = BITS.get(group.precision, 0)
+    wider = bits > max(BITS.get(operands.precision, 0) for operands in asked)
+    if wider and group.where in ("dgrad", "wgrad", "backward") and override:
+        return "by_request", f"{override} asks for a wide backward pass"
+    return "fallback", f"ran {'wider' if wider else 'in another precision'} than asked: {shown(group.precision)}"
+
+
+def _summary(rows: Sequence[KernelRow], card: Card, marked: bool, inferred: str | None) -> str:
+    asked = shown(Operands.asked(card, "fprop").precision)
+    if not rows:
+        return "What ran is not known: no GEMM kernel of a linear layer is in the capture."
+    inside = [row for row in rows if row.verdict != "outside"]
+    count = sum(row.kernels for row in inside)
+    what = "linear-layer GEMM kernels" if marked else "GEMM kernels"
+    good = [row for row in inside if row.verdict == "confirmed"]
+    told = sum(row.kernels for row in good)
+    if inside and len(good) == len(inside):
+        text = f"By kernel names alone, all {count:.0f} {what} a step ran in {asked} ({_formats(good)})"
+    else:
+        text = f"By kernel names alone, {told:.0f} of {count:.0f} {what} a step ran in {asked}"
+        others = [row for row in inside if row.verdict != "confirmed"]
+        places = "; ".join(f"{_place(row)}: {row.ran}, {row.verdict.replace('_', ' ')}" for row in others[:3])
+        text += f" ({places}{f'; and {len(others) - 3} more' if len(others) > 3 else ''})"
+    outside = sum(row.kernels for row in rows if row.verdict == "outside")
+    text += f"; {outside:.0f} more ran outside of these layers" if outside else ""
+    backward = any(row.where in ("dgrad", "wgrad", "backward") for row in rows)
+    if not backward and any(row.where for row in rows):
+        text += "; no GEMM of a backward pass was seen"
+    text += f". {NO_SHAPES[0].upper()}{NO_SHAPES[1:]}."
+    if inferred:
+        text += f" Nothing in the capture says what was asked for: {card.recipe} is inferred ({inferred})."
+    return text
+
+
+def _place(row: KernelRow) -> str:
+    return " ".join(part for part in (row.module or "unknown module", row.where) if part)
+
+
+def _formats(rows: Sequence[KernelRow]) -> str:
+    """`forward e4m3 x e4m3, backward e4m3 x e5m2`."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        way = {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(
+            row.where, row.where or "direction unknown"
+        )
+        found.setdefault(way, {})[row.ran] = None
+    return ", ".join(f"{way} {' and '.join(sorted(ran))}" for way, ran in sorted(found.items(), reverse=True))
