@@ -96,7 +96,7 @@ def test_every_entry_call_has_its_line_in_the_formats_of_its_operands(
     for call in calls:
         heard[call.module, call.role] += call.calls
     assert heard == entered, "as many lines as calls, each at its place"
-    assert sum(entered.values()) == log.entry_calls == sum(call.calls for call in calls)
+    assert sum(entered.values()) == log.calls == sum(call.calls for call in calls)
     by_place = {(d.module, d.role): Operands.seen(d.weight_or_input, d.other) for d in dispatches}
     for call in calls:
         assert call.rows * call.inner * call.columns == call.m * call.k * call.n, call
