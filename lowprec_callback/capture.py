@@ -293,8 +293,11 @@ def _surround_attention(
     """Unfused attention's backward has no range of its own: PyTorch runs its products around TE's softmax kernel.
 
     So what one thread launches outside of every range, after one of TE's modules ended and before the next began, is
-    attention's if a softmax or another attention kernel of TE is among it.
+    attention's if a softmax or another attention kernel of TE is among it. Where our own ranges name the modules, they
+    tell attention's work from its neighbours', and nothing is guessed.
     """
+    if any(kind.ours and kind.module for kind in kinds):
+        return places, place
     ranges, work = capture.ranges, capture.work
     modules = np.array([bool(kind.module) and not kind.ours and not kind.attention for kind in kinds], dtype=bool)
     attention = np.array([found.attention for found in places], dtype=bool)

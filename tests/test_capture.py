@@ -109,6 +109,25 @@ def facts(found: Capture, recipe: str | None = None) -> Recording:
 
 BF16, FP8 = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT"
 
+# -- attention's backward --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_surrounds_attention_is_guessed_only_where_our_ranges_name_no_module(ours: bool) -> None:
+    ranges = [
+        (0, 10, 1, "_LinearBackward"),
+        (20, 25, 1, "nvte_fused_attn_bwd"),
+        (40, 50, 1, "_LayerNormLinearBackward"),
+    ]
+    if ours:
+        ranges.append((1, 9, 1, "!module|backward|blocks.0.proj"))
+    work = [("residual", 15, 16, 15, 1), ("attention", 22, 23, 22, 1)]
+    found = project(capture(work, ranges))
+    beside, attention = (found.places[place] for place in found.place)
+    assert attention.attention
+    assert beside.attention is not ours
+
+
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
