@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ def test_what_surrounds_attention_is_guessed_only_where_our_ranges_name_no_modul
     if ours:
         ranges.append((1, 9, 1, "!module|backward|blocks.0.proj"))
     work = [("residual", 15, 16, 15, 1), ("attention", 22, 23, 22, 1)]
-    found = project(capture(work, ranges))
+    found = project(replace(capture(work, ranges), knows_operators=False))
     beside, attention = (found.places[place] for place in found.place)
     assert attention.attention
     assert beside.attention is not ours
