@@ -322,6 +322,24 @@ class RecipeReport:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something that costs time, memory or certainty, and what to do about it."""
+
+    code: str
+    """Which of the catalogue (`analyze.findings.CATALOGUE`): `launch-bound`, `data-wait`, ..."""
+    recipe: str
+    """The recipe in whose step it was found; empty where it is about the whole run."""
+    sentence: str
+    """What was found, with its numbers."""
+    evidence: tuple[str, ...]
+    """What it rests on, each with the facts of the Recording that it came from where they are few."""
+    ms: Figure
+    """The time per step that it is about: an upper bound of what the advice can save. Findings may be about the same
+    time, so these do not add up. Missing where it is not known, or no matter of time."""
+    advice: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The whole answer."""
 
@@ -345,6 +363,8 @@ class Report:
     restored: str | None = None
     status: str = "finished"
     recording: str | None = None
+    findings: tuple[Finding, ...] = ()
+    """What to do, by ms at stake; those whose ms are not known come last."""
 
     def recipe(self, name: str) -> RecipeReport:
         """The part about one recipe. Raises KeyError with the known names."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lowprec_callback.analyze import kernel_rows
+from lowprec_callback.analyze.finding_case import Case as FindingCase
+from lowprec_callback.analyze.findings import findings
 from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
@@ -113,7 +115,39 @@ def analyze(recording: Recording) -> Report:
         restored=restored_text(recording),
         status=status,
         recording=str(recording.path) if recording.path else None,
+        findings=findings(_cases(recipes, base, facts, measured, void)) if base is not None else (),
     )
+
+
+def _cases(
+    recipes: Sequence[RecipeReport],
+    base: RecipeReport,
+    facts: _Facts,
+    measured: dict[str, _Measured],
+    void: dict[str, str],
+) -> list[FindingCase]:
+    """What the findings look at: every recipe that ran, unless a loss that is not finite makes its speed void."""
+    ran = tuple(part for part in recipes if part.refusal is None and part.name not in void)
+    environment = facts.recording.last(Environment)
+    base_views = measured[base.name].views
+    return [
+        FindingCase(
+            part=part,
+            base=base,
+            everyone=ran,
+            watched=facts.watched(part.name, facts.cards[part.name]) if part.name in facts.cards else Watched(),
+            views=measured[part.name].views,
+            traces=facts.traces.get(part.name, []),
+            base_views=base_views,
+            clocks=facts.clocks.get(part.name, []),
+            bench_mhz=facts.benchmark.mhz,
+            environment=environment.facts if environment else {},
+            plan=facts.recording.last(Plan),
+            te=facts.te,
+            on_cpu=facts.on_cpu,
+        )
+        for part in ran
+    ]
 
 
 def _why_no_engine(imported: Imported | None) -> str:

@@ -1,0 +1,353 @@
+"""Findings about the step around the GEMMs: the host, data, communication, optimizer, attention, and its timing."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share
+from lowprec_callback.analyze.gap import GEMMS, QUANTIZING, SLOWER
+from lowprec_callback.analyze.gemms import operation
+from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.reading import IDLE_LOW, launch_bound
+from lowprec_callback.analyze.slow_paths import UNFUSED, unfused_attention
+from lowprec_callback.analyze.statistics import is_different
+from lowprec_callback.analyze.traceview import KernelGroup
+from lowprec_callback.report import QUANTIZATION, Figure, Finding, RecipeReport
+
+WAIT = 0.10
+"""Share of the step from which the time before the first forward kernel is worth telling: below it, the host's own
+way through the training loop explains it."""
+
+EXPOSED = 0.02
+OPTIMIZER = 0.10
+BLIND = 0.25
+"""Shares of the step from which exposed communication, the optimizer, or another bucket that no recipe reaches is
+worth telling."""
+
+EATEN = 0.20
+"""Share of what GEMMs save that quantization must take back to be worth telling."""
+
+NOISY = 0.01
+"""Half-width of a speedup that shows no difference, from which it is noise; below, the two steps are equally fast."""
+
+_FUSED_OPTIMIZER = re.compile(r"(?i)fused|adamfunctor|sgdfunctor")
+
+BLIND_ADVICE = {
+    "attention": "Shorten the attention itself (its kernel, the sequence length, packing), or expect no more than this "
+    "ceiling",
+    "norm": "Fuse it with the linear layer behind it (te.LayerNormLinear, te.LayerNormMLP), or compile it",
+    "activation": "Fuse it with the linear layers around it (te.LayerNormMLP), or compile it",
+    "loss": "Use a fused cross entropy, or compile the loss",
+    "elementwise": "Fuse these operations (torch.compile, or Transformer Engine's fused layers)",
+    "copy": "Find who copies by the operators in the trace; offloading to the host shows up here",
+}
+"""Buckets of GPU work that no recipe changes, and what would."""
+
+
+def data_wait(case: Case) -> Figure:
+    """Host time from the step's begin to the first launch of its forward pass [ms], mean over the traced steps.
+
+    In it the batch is fetched and moved, and callbacks run. On a GPU it costs the step at most the idle time of its
+    ledger, because work that was launched before may cover it. With several micro-batches, only the first is seen.
+    """
+    waits: list[float] = []
+    for _, trace in case.traces:
+        labels = trace.labels
+        times = zip(trace.launch_us, trace.start_us, trace.phase, strict=False)
+        found = [
+            launch if math.isfinite(launch) else start for launch, start, phase in times if labels[phase] == "forward"
+        ]
+        if not found:
+            return Figure.missing("ms", "a traced step does not tell where its forward pass began")
+        waits.append(max(min(found), 0.0) / 1e3)
+    ledger, scale = case.part.ledger, case.stretch
+    if not waits or ledger is None or scale is None:
+        return Figure.missing("ms", case.part.no_ledger or "no traced step was recorded")
+    ms = math.fsum(waits) / len(waits) * scale
+    if not case.on_cpu:
+        if ledger.idle.value is None:
+            return Figure.missing("ms", ledger.idle.reason or "the GPU's idle time is not known")
+        ms = min(ms, ledger.idle.value)
+    facts = lines_of("trace", (line for line, _ in case.traces))
+    return Figure(ms, "ms", "estimated", n=len(waits), facts=facts)
+
+
+def find_data_wait(case: Case) -> Finding | None:
+    """The GPU has nothing to do because the batch is late."""
+    wait = data_wait(case)
+    part = share(wait.value, case.wall)
+    if part is None or wait.value is None or part < WAIT:
+        return None
+    what = "no layer runs" if case.on_cpu else "the GPU has no work of this step"
+    return case.found(
+        "data-wait",
+        wait,
+        f"{ms_text(wait.value)} ({part:.0%}) of the step pass before its forward pass begins to launch: the batch is "
+        "fetched and moved there, and callbacks run.",
+        [rests_on(f"first launch of the forward phase, before which {what}", wait)],
+        "Give the DataLoader more workers (num_workers, persistent_workers=True, pin_memory=True), and look at what "
+        "callbacks do between batches. No precision recipe shortens this.",
+    )
+
+
+def find_launch_bound(case: Case) -> Finding | None:
+    """The host cannot launch the step's kernels faster."""
+    part = case.part
+    if not launch_bound(part, case.on_cpu) or part.host_ms.value is None or not case.wall:
+        return None
+    idle = part.ledger.idle if part.ledger is not None else Figure.missing("ms", part.no_ledger or "no ledger")
+    beside = ""
+    wait = data_wait(case)
+    if idle.value is not None and wait.value is not None:
+        left = idle.value - wait.value
+        # What the host spends on the batch is no launching: see `find_data_wait`.
+        if left < IDLE_LOW * case.wall:
+            return None
+        idle, beside = idle.minus(wait), f", beside {ms_text(wait.value)} in which the batch is late"
+    evidence = [rests_on(f"host time of a step {ms_text(part.host_ms.value)} of {ms_text(case.wall)}", part.host_ms)]
+    if idle.value is not None:
+        evidence.append(rests_on(f"GPU idle {ms_text(idle.value)} a step{beside}", idle))
+    kernels, optimizer = case.launches(), case.launches(lambda group: group.bucket == "optimizer")
+    if kernels:
+        evidence.append(f"{kernels:.0f} kernels and copies a step")
+    graphs = "te.make_graphed_callables" if case.te else "torch.cuda.make_graphed_callables"
+    advice = [f"capture the layers as CUDA graphs ({graphs})", "or give each launch more work (a larger micro-batch)"]
+    fused = any(_FUSED_OPTIMIZER.search(g.name) for view in case.views for g in view.groups if g.bucket == "optimizer")
+    if kernels and optimizer >= 0.1 * kernels and not fused:
+        advice.append(f"or a fused optimizer ({optimizer:.0f} of {kernels:.0f} launches are the optimizer's)")
+    waits = f"the GPU is idle for {ms_text(idle.value)} of it" if idle.value is not None else "idle is not known"
+    return case.found(
+        "launch-bound",
+        idle,
+        f"The host needs {ms_text(part.host_ms.value)} to launch a step that takes {ms_text(case.wall)}; "
+        f"{waits}{beside}. Faster kernels cannot help.",
+        evidence,
+        f"{advice[0][0].upper()}{', '.join(advice)[1:]}.",
+    )
+
+
+def find_communication(case: Case) -> Finding | None:
+    """Communication that no computation hides."""
+    ledger = case.part.ledger
+    ms = bucket(ledger, "communication")
+    part = share(ms, case.wall)
+    if ledger is None or ms is None or part is None or part < EXPOSED:
+        return None
+    figure = ledger.buckets["communication"]
+
+    def collective(group: KernelGroup) -> bool:
+        return group.bucket == "communication"
+
+    calls, before = case.launches(collective), count(case.base_views, collective)
+    evidence = [
+        rests_on(f"communication exposed {ms_text(ms)}, {part:.1%} of the step", figure),
+        f"{calls:.0f} collective kernels a step",
+    ]
+    advice = (
+        "Overlap it with backward (larger or fewer buckets, prefetch of shards), or send less: more micro-batches a "
+    )
+    advice += "step."
+    more = calls - before
+    card = case.watched.card
+    if case.base_views and not case.part.baseline and more >= 1:
+        evidence.append(f"{case.base.name} has {before:.0f}: {more:.0f} more here")
+        if card is not None and card.scaling == "tensor-delayed":
+            advice += " Delayed scaling reduces amax over the ranks; a recipe without amax history does not."
+    return case.found(
+        "communication-exposed",
+        figure,
+        f"{ms_text(ms)} ({part:.1%}) of the step is communication that no computation hides.",
+        evidence,
+        advice,
+    )
+
+
+def find_optimizer(case: Case) -> Finding | None:
+    """A large share of the baseline's step is the optimizer, which no recipe changes."""
+    ledger = case.part.ledger
+    ms = bucket(ledger, "optimizer")
+    part = share(ms, case.wall)
+    if not case.part.baseline or ledger is None or ms is None or part is None or part < OPTIMIZER:
+        return None
+    groups = [group for view in case.views for group in view.groups if group.bucket == "optimizer"]
+    launches = case.launches(lambda group: group.bucket == "optimizer")
+    fused = any(_FUSED_OPTIMIZER.search(group.name) for group in groups)
+    advice = "Accumulate more micro-batches a step, so that it runs less often a token."
+    if groups and not fused and not case.on_cpu:
+        advice = "Use a fused optimizer (fused=True, or te.optimizers.FusedAdam); no kernel of a fused one was seen."
+    what = f" in {launches:.0f} {'operators' if case.on_cpu else 'kernels'}" if groups else ""
+    return case.found(
+        "optimizer-share",
+        ledger.buckets["optimizer"],
+        f"The optimizer takes {ms_text(ms)} ({part:.0%}) of the {case.part.name} step; no recipe shortens it.",
+        [rests_on(f"optimizer {ms_text(ms)}{what}", ledger.buckets["optimizer"])],
+        advice,
+    )
+
+
+def find_blind(case: Case) -> Finding | None:
+    """A bucket that no recipe reaches dominates the baseline's step: the ceiling is Amdahl's.
+
+    ceiling = wall / (wall - G), with G the GEMM bucket: the step's speedup if linear layers took no time at all.
+    """
+    ledger, wall = case.part.ledger, case.wall
+    gemm = bucket(ledger, "gemm")
+    if not case.part.baseline or ledger is None or not wall or gemm is None or gemm >= wall:
+        return None
+    known = {name: ms for name in BLIND_ADVICE if (ms := bucket(ledger, name)) is not None}
+    name = max(known, key=lambda each: known[each], default=None)
+    if name is None or known[name] <= 0 or (known[name] < gemm and known[name] < BLIND * wall):
+        return None
+    if known[name] < EXPOSED * wall or (name == "attention" and unfused_attention(case.views) and not case.on_cpu):
+        return None  # idle dominates both; or the advice is to fuse it, which `find_unfused` gives
+    ms, ceiling = known[name], wall / (wall - gemm)
+    figures = (ledger.buckets[name], ledger.buckets["gemm"])
+    return case.found(
+        f"{name}-dominates",
+        figures[0],
+        f"{name} takes {ms_text(ms)} ({ms / wall:.0%}) of the {case.part.name} step and linear layers "
+        f"{ms_text(gemm)} ({gemm / wall:.0%}): were their GEMMs free, the step would be {ceiling:.2f}x as fast.",
+        [rests_on(f"{name} {ms_text(ms)}, gemm {ms_text(gemm)} of {ms_text(wall)}", *figures)],
+        f"{BLIND_ADVICE[name]}.",
+    )
+
+
+def find_unfused(case: Case) -> Finding | None:
+    """Attention ran as batched products and a softmax."""
+    if case.on_cpu:
+        return None
+    seen = unfused_attention(case.views)
+    chosen = next((fact for fact in case.watched.backends if fact.backend.startswith(UNFUSED)), None)
+    if seen is None and chosen is None:
+        return None
+    ms = case.kernels(lambda group: group.bucket == "attention")
+    evidence = [rests_on(seen[1], ms)] if seen else []
+    advice = "Use a fused attention (torch's scaled_dot_product_attention, te.DotProductAttention)."
+    if chosen is not None:
+        evidence.append(f"Transformer Engine chose {chosen.backend}")
+        evidence += chosen.reasons
+        advice = (
+            "Lift what Transformer Engine names as its reasons."
+            if chosen.reasons
+            else "Run once with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2: Transformer Engine then prints why it disabled each "
+            "faster backend."
+        )
+        if any("cudnn" in reason.lower() for reason in chosen.reasons):
+            advice += " It sees a cuDNN that is too old: let it load the one that torch ships."
+    elif case.te:
+        advice += " With Transformer Engine's, NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 makes it print its choice and why."
+    cost = f"{ms_text(ms.value)} a step" if ms.value is not None else "what it costs was not traced"
+    return case.found("attention-unfused", ms, f"Attention ran unfused: {cost}.", evidence, advice)
+
+
+def find_recompute(case: Case) -> Finding | None:
+    """Forward GEMMs that run again in backward."""
+    again = [fact for fact in case.watched.dispatches if fact.recomputed]
+    if not again:
+        return None
+    places = list(dict.fromkeys(operation(fact.module) for fact in again))
+    ms = case.kernels(lambda group: group.role == "fprop" and group.phase == "backward")
+    formats = list(dict.fromkeys(f"{fact.weight_or_input.format} x {fact.other.format}" for fact in again))
+    calls = sum(fact.calls for fact in again)
+    cost = f"at least {ms_text(ms.value)} a step" if ms.value is not None else f"cost not known ({ms.reason})"
+    advice = "Recompute only what memory requires: attention alone, or fewer layers."
+    card = case.watched.card
+    if card is not None and card.scaling != "none":
+        wide = [fact for fact in again if fact.weight_or_input.scaling == "none" and fact.other.scaling == "none"]
+        if wide and any(
+            fact.weight_or_input.scaling != "none"
+            for fact in case.watched.dispatches
+            if not fact.recomputed and fact.role == "fprop" and fact.module in {each.module for each in wide}
+        ):
+            advice += " The repeated forward pass is not quantized though the first is: te.checkpoint keeps the recipe."
+    return case.found(
+        "recompute",
+        ms,
+        f"Activation checkpointing runs {calls} forward GEMM{'s' * (calls != 1)} of {', '.join(places[:3])} again in "
+        f"backward, in {' and '.join(formats)}: {cost}, for the GEMMs alone.",
+        [rests_on(f"{calls} forward GEMM calls while backward ran (operands)", ms)],
+        advice,
+    )
+
+
+def find_quantization(case: Case) -> Finding | None:
+    """Quantization takes back much of what GEMMs save in the step.
+
+    The saving is that of the step, G_0 - G_r (the ledger's GEMM buckets), and the cost the gap's quantization term.
+    """
+    gap = case.part.gap
+    if gap is None or not gap.terms:
+        return None
+    terms = {term.name: term.ms for term in gap.terms}
+    cost = terms.get(QUANTIZING)
+    saved = [terms[name].value for name in (GEMMS, SLOWER) if name in terms]
+    if cost is None or cost.value is None or cost.value <= 0 or any(value is None for value in saved):
+        return None
+    saving = -math.fsum(value for value in saved if value is not None)
+    if not case.wall or cost.value < EXPOSED * case.wall or cost.value < EATEN * max(saving, 0.0):
+        return None
+    taken = f"of the {ms_text(saving)} that its GEMMs save" if saving > 0 else "while its GEMMs save nothing"
+    ledger = case.part.ledger
+    kinds = sorted(((bucket(ledger, name) or 0.0, name) for name in QUANTIZATION), reverse=True)
+    said = ", ".join(f"{name} {ms_text(ms)}" for ms, name in kinds if ms)
+    faster = [
+        other
+        for other in case.everyone
+        if not other.baseline
+        and other.name != case.part.name
+        and other.step_ms.high is not None
+        and case.part.step_ms.low is not None
+        and other.step_ms.high < case.part.step_ms.low
+        and _quantizing(other) < cost.value
+    ]
+    if faster:
+        best = min(faster, key=lambda other: other.step_ms.value or math.inf)
+        advice = f"Prefer {best.name} here: its step takes {ms_text(best.step_ms.value or 0.0)}."
+    else:
+        advice = "A larger micro-batch spreads the quantization of the weights over more rows."
+    return case.found(
+        "quantization-cost",
+        cost,
+        f"Quantization takes {ms_text(cost.value)} a step, {taken}.",
+        [rests_on(f"in the traced step: {said}" if said else "gap", cost)],
+        advice,
+    )
+
+
+def _quantizing(part: RecipeReport) -> float:
+    """A recipe's quantization term of the gap [ms]; infinity where it is not known."""
+    for term in part.gap.terms if part.gap is not None else ():
+        if term.name == QUANTIZING and term.ms.value is not None:
+            return term.ms.value
+    return math.inf
+
+
+def find_noise(case: Case) -> Finding | None:
+    """The steps show no difference, and could not show a small one."""
+    speedups, gap, plan = case.part.speedups, case.part.gap, case.plan
+    if case.part.baseline or speedups is None or speedups.step.value is None or gap is None:
+        return None
+    step = speedups.step
+    different = is_different(step.low, step.high)
+    half = step.half_width
+    if different or (half is not None and half < NOISY):
+        return None
+    spread = gap.end.minus(gap.start).half_width
+    if half is None or spread is None:
+        ms = Figure.missing("ms", "one step a side has no spread")
+        text = f"{case.part.name} was timed with too few steps to have a spread: its speedup cannot be called."
+    else:
+        ms = Figure(spread, "ms", "derived", facts=(*gap.start.facts, *gap.end.facts))
+        text = (
+            f"The speedup's 95% interval is {step.low:.3f}x to {step.high:.3f}x: the noise hides any difference "
+            f"up to about {ms_text(spread)} a step."
+        )
+    rounds = f" (rounds={4 * plan.rounds} instead of {plan.rounds} about halves the interval)" if plan else ""
+    return case.found(
+        "noise",
+        ms,
+        text,
+        [rests_on(f"{step.n} timed steps", gap.start, gap.end)],
+        f"Take more rounds{rounds}, on a machine that nobody else uses.",
+    )
