@@ -11,6 +11,7 @@ from lowprec_callback.analyze.alignment import check_alignment
 from lowprec_callback.analyze.finding_case import Case, bucket, ms_text, rests_on, share, some
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.reading import launch_bound
 from lowprec_callback.analyze.shapes import LayerGemm
 from lowprec_callback.recording import Gemm
 from lowprec_callback.report import Figure, Finding, GemmRow
@@ -176,6 +177,9 @@ def find_slower_in_step(case: Case) -> Finding | None:
     ledger, bench = case.part.ledger, case.part.gemm_kernel_ms
     if case.part.baseline or case.on_cpu or ledger is None or not bench.value or not case.wall:
         return None
+    # Where the host sets the pace, the step does not get shorter by what the GPU no longer does.
+    if launch_bound(case.part):
+        return None
     over = ledger.buckets["gemm"].minus(bench)
     if over.value is None or over.value < OVER_BENCH * bench.value or over.value < 0.01 * case.wall:
         return None
@@ -310,7 +314,9 @@ def find_memory(case: Case) -> Finding | None:
     evidence = [
         rests_on(f"peak {peak:.3g} GB, {before:.3g} GB in {case.base.name}", case.part.peak_gb, case.base.peak_gb)
     ]
-    why, advice = "why is not known", "The memory section shows in which phase it is held."
+    why, advice = "why is not known", "Look in the memory table for the phase in which it is held."
+    if report is None or not any(figure.known for name, figure in report.phases.items() if name != "parameters"):
+        advice = "Let the sweep trace a step (traced_steps), which tells in which phase it is held."
     terms = {term.name: term.measured for term in report.terms} if report is not None else {}
     evidence += [
         rests_on(f"{name}: {figure.value:+.3g} GB measured", figure)

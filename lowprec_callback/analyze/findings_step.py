@@ -277,7 +277,8 @@ def find_quantization(case: Case) -> Finding | None:
     The saving is that of the step, G_0 - G_r (the ledger's GEMM buckets), and the cost the gap's quantization term.
     """
     gap = case.part.gap
-    if gap is None or not gap.terms:
+    # Where the host sets the pace, the step does not get shorter by what the GPU no longer does.
+    if gap is None or not gap.terms or launch_bound(case.part, case.on_cpu):
         return None
     terms = {term.name: term.ms for term in gap.terms}
     cost = terms.get(QUANTIZING)

@@ -112,6 +112,14 @@ def test_launch_bound() -> None:
     assert found(PLAIN, "launch-bound") is None
 
 
+@pytest.mark.parametrize("code", ["quantization-cost", "gemm-slower-in-step"])
+def test_gpu_time_is_not_at_stake_where_the_host_sets_the_pace(code: str) -> None:
+    costly = replace(DELAYED, cast_us=80.0, gemm_us=180.0, step_ms=10.0)
+    assert found(gpu_facts(speeds={"bf16": BF16, "fp8_delayed": costly}), code) is not None
+    bound = replace(costly, step_ms=20.0, host_ms=19.5)
+    assert found(gpu_facts(speeds={"bf16": BF16, "fp8_delayed": bound}), code) is None
+
+
 def test_launch_bound_advises_a_fused_optimizer_only_where_the_launches_are_the_optimizers() -> None:
     foreach = [Kernel("void multi_tensor_apply_kernel<TensorListMetadata<2>, Op>", 1.0, phase="optimizer")] * 200
 

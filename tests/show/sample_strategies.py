@@ -8,6 +8,7 @@ from lowprec_callback.recording import ROLES
 from lowprec_callback.report import (
     BUCKETS,
     Figure,
+    Finding,
     Gap,
     GapTerm,
     GemmRow,
@@ -156,6 +157,17 @@ def recipes(name: str) -> st.SearchStrategy[RecipeReport]:
     return ran if baseline else ran | refused
 
 
+FINDINGS = st.builds(
+    Finding,
+    code=st.sampled_from(["launch-bound", "padding"]),
+    recipe=st.sampled_from(["", *NAMES]),
+    sentence=REASONS,
+    evidence=st.lists(REASONS, max_size=3).map(tuple),
+    ms=figures(),
+    advice=REASONS,
+)
+
+
 @st.composite
 def reports(draw: st.DrawFn) -> Report:
     """A Report of a baseline and some recipes."""
@@ -179,4 +191,5 @@ def reports(draw: st.DrawFn) -> Report:
         restored=draw(st.none() | REASONS),
         status=draw(st.sampled_from(["finished", "shortened", "interrupted", "failed"])),
         recording=draw(st.none() | st.just("runs/a/recording.jsonl")),
+        findings=tuple(draw(st.lists(FINDINGS, max_size=12))),
     )
