@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lowprec_callback.analyze import kernel_rows
+from lowprec_callback.analyze.conditions import asked, conditions
 from lowprec_callback.analyze.gap import gap
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
@@ -113,6 +114,7 @@ def analyze(recording: Recording) -> Report:
         restored=restored_text(recording),
         status=status,
         recording=str(recording.path) if recording.path else None,
+        conditions=conditions(environment, plan),
     )
 
 
@@ -329,6 +331,8 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
         loss=last_loss(name, losses),
         clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
         numerics=numerics(losses, facts.scales.get(name, [])),
+        void=f"the loss became {part.bad_loss}" if part.bad_loss is not None else None,
+        asked=asked(card) if card else None,
     )
 
 
