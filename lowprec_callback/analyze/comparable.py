@@ -72,7 +72,9 @@ def differences(a: Report, b: Report) -> tuple[Difference, ...]:
     found += [each for one, other in common for each in _asked(one, other)]
     found += _unlike("version", a.versions, b.versions)
     if a.conditions is None or b.conditions is None:
-        found.append(Difference("conditions", *(UNKNOWN if c is None else "known" for c in (a.conditions, b.conditions))))
+        found.append(
+            Difference("conditions", *(UNKNOWN if c is None else "known" for c in (a.conditions, b.conditions)))
+        )
     else:
         found += _unlike("condition", a.conditions, b.conditions)
     return tuple(found)
@@ -86,7 +88,7 @@ def refuse_unless_allowed(a: Report, b: Report, allow: Sequence[str] = ()) -> tu
         NotComparable: there are differences that it does not name.
     """
     for name in allow:
-        if name not in PLAIN and name.partition(".")[0] not in FAMILIES or name in NEVER:
+        if (name not in PLAIN and name.partition(".")[0] not in FAMILIES) or name in NEVER:
             raise ValueError(
                 f"{name!r} is no difference that can be allowed: there are "
                 f"{', '.join(each for each in PLAIN if each not in NEVER)}, and {', '.join(FAMILIES)} for all of a "

@@ -195,7 +195,8 @@ def _with_word(change: Change, limit: float) -> Change:
 def _ledger(one: RecipeReport, other: RecipeReport, margin: float) -> list[Change]:
     """Buckets, busy, idle and residual, by their differences: some are zero, so that ratios would not do.
 
-    A bucket is the same if its change fits margin x bucket, or `SMALL` x margin x step where that is more.
+    A bucket is the same if its change fits margin x bucket, or `SMALL` x margin x step where that is more. Idle and
+    residual are what the buckets leave of the step and share its noise: for them it is margin x step.
     """
     names = [*(f"bucket.{name}" for name in BUCKETS), *TIMES]
     missing = [
@@ -223,7 +224,8 @@ def _ledger(one: RecipeReport, other: RecipeReport, margin: float) -> list[Chang
     for name in names:
         a, b = left[name], right[name]
         size = max(abs(a.value or 0.0), abs(b.value or 0.0)) / (1 + margin)
-        change = _by_difference(one.name, name, a, b, max(margin * size, floor), silent)
+        limit = floor / SMALL if name in ("idle", "residual") else max(margin * size, floor)
+        change = _by_difference(one.name, name, a, b, limit, silent)
         found.append(replace(change, word="cannot tell", why="; ".join(doubt)) if doubt else change)
     return found
 
@@ -241,7 +243,8 @@ def _by_ratio(recipe: str, metric: str, a: Figure, b: Figure, margin: float, wor
         elif is_different(ratio.low, ratio.high):
             word = words[1] if ratio.low > 1 else words[0]
         else:
-            why = f"the interval, {_percents(ratio)}, holds no change and also one beyond the margin of {margin:.3g}"
+            beyond = f"one beyond the margin of {margin * 100:.3g}%"
+            why = f"the interval, {_percents(ratio)}, holds no change and also {beyond}"
     return Change(recipe, metric, a, b, ratio, _difference(a, b), word, why)
 
 

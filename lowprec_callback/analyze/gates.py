@@ -27,7 +27,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "idle": ("ms",),
     "residual": ("%", "ms"),
     **{f"bucket.{name}": ("%", "ms") for name in BUCKETS},
-    **{name: ("x", "%") for name in SPEEDUPS},
+    **dict.fromkeys(SPEEDUPS, ("x", "%")),
     "coverage": ("%",),
     "peak": ("GB", "%"),
 }
@@ -171,4 +171,5 @@ def _held(gate: Gate, seen: Figure) -> GateResult:
 
 
 def _written(value: float, unit: str) -> str:
+    value = round(value, 9) + 0.0  # neither -1.8e-13 nor -0
     return f"{value:.4g}{'' if unit in ('%', 'x') else ' '}{unit}"
