@@ -64,11 +64,13 @@ class Change:
     difference: Figure
     """B - A, in the unit of both."""
     word: Word
-    """`faster` and `slower` of times, `lower` and `higher` of everything else."""
+    """`faster` and `slower` of times, `lower` and `higher` of the rest, and of the residual, which is no work."""
     why: str = ""
     """Of `cannot tell`: the reason. Of other words: what to bear in mind, if anything."""
     counted: bool = False
     """Counted, not sampled (bytes of an allocator, FLOPs): exact, so that it needs no interval."""
+    noisy: bool = False
+    """`cannot tell` because the interval is too wide, and for no other reason."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _changes(one: RecipeReport, other: RecipeReport, margin: float) -> list[Chan
     nothing = {unit: Figure.missing(unit, why) for unit in ("ms", "x", "GB", "share")}
     return [
         replace(each, word="cannot tell", why=why, a=nothing[each.a.unit], b=nothing[each.b.unit],
-                ratio=nothing["x"], difference=nothing[each.a.unit])
+                ratio=nothing["x"], difference=nothing[each.a.unit], noisy=False)
         for each in found
     ]  # fmt: skip
 
@@ -226,7 +228,7 @@ def _ledger(one: RecipeReport, other: RecipeReport, margin: float) -> list[Chang
         size = max(abs(a.value or 0.0), abs(b.value or 0.0)) / (1 + margin)
         limit = floor / SMALL if name in ("idle", "residual") else max(margin * size, floor)
         change = _by_difference(one.name, name, a, b, limit, silent)
-        found.append(replace(change, word="cannot tell", why="; ".join(doubt)) if doubt else change)
+        found.append(replace(change, word="cannot tell", why="; ".join(doubt), noisy=False) if doubt else change)
     return found
 
 
@@ -236,36 +238,41 @@ def _ledger(one: RecipeReport, other: RecipeReport, margin: float) -> list[Chang
 def _by_ratio(recipe: str, metric: str, a: Figure, b: Figure, margin: float, words: tuple[Word, Word]) -> Change:
     ratio = _ratio(a, b)
     word: Word = "cannot tell"
-    why = _lacking(a, b) or ("" if ratio.low is not None else "no interval: a single sample tells nothing")
+    noisy = False
+    why = _lacking(a, b) or ("" if ratio.low is not None else "a single sample has no interval")
     if ratio.low is not None and ratio.high is not None:
         if 1 / (1 + margin) <= ratio.low and ratio.high <= 1 + margin:
             word = "same"
         elif is_different(ratio.low, ratio.high):
             word = words[1] if ratio.low > 1 else words[0]
         else:
+            noisy = True
             beyond = f"one beyond the margin of {margin * 100:.3g}%"
             why = f"the interval, {_percents(ratio)}, holds no change and also {beyond}"
-    return Change(recipe, metric, a, b, ratio, _difference(a, b), word, why)
+    return Change(recipe, metric, a, b, ratio, _difference(a, b), word, why, noisy=noisy)
 
 
 def _by_difference(recipe: str, metric: str, a: Figure, b: Figure, limit: float, silent: str | None) -> Change:
     """The word for a part of a step, in ms."""
     difference = _difference(a, b)
     word: Word = "cannot tell"
+    noisy = False
+    words: tuple[Word, Word] = ("lower", "higher") if metric == "residual" else ("faster", "slower")
     why = _lacking(a, b) or ("" if difference.low is not None else silent or "no interval")
     if difference.low is not None and difference.high is not None:
         if -limit <= difference.low and difference.high <= limit:
             word = "same"
         elif is_different(difference.low, difference.high, 0.0):
-            word = "slower" if difference.low > 0 else "faster"
+            word = words[1] if difference.low > 0 else words[0]
         else:
+            noisy = True
             interval = f"{difference.low:+.3g} to {difference.high:+.3g} ms"
             why = f"the interval, {interval}, holds no change and also one beyond {limit:.3g} ms"
     if metric in ("idle", "residual"):
         ratio = Figure.missing("x", f"{metric} may be zero: compare it in ms")
     else:
         ratio = _linear_ratio(a, b)
-    return Change(recipe, metric, a, b, ratio, difference, word, why)
+    return Change(recipe, metric, a, b, ratio, difference, word, why, noisy=noisy)
 
 
 def _lacking(a: Figure, b: Figure) -> str:
@@ -358,5 +365,5 @@ def _remarks(a: Report, b: Report, changes: Sequence[Change]) -> list[str]:
         )
     for side, report in (("A", a), ("B", b)):
         if report.status not in ("finished", "shortened"):
-            found.append(f"{side} is of a run that {report.status}: what it had not measured is missing.")
+            found.append(f"The run of {side} did not finish ({report.status}): what it had not measured is missing.")
     return found

@@ -107,8 +107,8 @@ def _check(comparison: Comparison, gate: Gate) -> GateResult:
     if seen.value is None:
         return GateResult(gate, "missing", seen.reason or "not known", seen)
     if not change.counted and (seen.low is None or seen.high is None):
-        why = change.why or "a number that was sampled, without an interval, shows nothing"
-        return GateResult(gate, "missing", f"{_written(seen.value, gate.unit)} has no interval: {why}", seen)
+        why = change.why or "it was sampled, and has no interval"
+        return GateResult(gate, "missing", f"{_written(seen.value, gate.unit)} is no evidence: {why}", seen)
     return _held(gate, seen)
 
 
@@ -126,6 +126,8 @@ def _doubt(comparison: Comparison, change: Change) -> str | None:
 
 def _seen(comparison: Comparison, change: Change, gate: Gate) -> Figure:
     """The number that the gate speaks of, in its unit."""
+    if change.b.value is None:
+        return Figure.missing(gate.unit, change.why or f"B: {change.b.reason}")
     if gate.metric == "coverage":
         return change.b.scaled(100.0, "%")
     if gate.metric == "residual":

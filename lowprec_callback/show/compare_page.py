@@ -19,10 +19,10 @@ STYLES = {"faster": parts.GOOD, "slower": parts.BAD, "cannot tell": parts.WARN}
 STATES = {"holds": parts.GOOD, "broken": parts.BAD, "missing": parts.WARN}
 
 NAMES = {
-    "speedup": "speedup of the step",
-    "speedup.kernel": "speedup of GEMMs only",
-    "speedup.autocast": "with quantization",
-    "speedup.amdahl": "that Amdahl allows",
+    "speedup": "step speedup",
+    "speedup.kernel": "GEMM only",
+    "speedup.autocast": "+ quantization",
+    "speedup.amdahl": "Amdahl",
     "coverage": "ran as asked",
     "peak": "peak memory, GB",
 }
@@ -54,12 +54,14 @@ class ComparePage:
         beside = [each for each in made.changes if each.metric in ("coverage", "peak", *SPEEDUPS)]
         for recipe in made.recipes:
             rows = [each for each in beside if each.recipe == recipe and (each.a.known or each.b.known)]
-            if rows:
-                yield Text()
-                yield parts.heading(recipe)
-                yield parts.indented(_relative(rows, notes, recipe=False))
-            yield from _work([each for each in made.changes if each.recipe == recipe], notes)
-        yield from notes.lines()
+            work = [parts.indented(_relative(rows, notes, recipe=False))] if rows else []
+            yield Text()
+            yield parts.heading(recipe)
+            yield from parts.stacked(work, _work([each for each in made.changes if each.recipe == recipe], notes))
+        footnotes = notes.lines()
+        if footnotes:
+            yield Text()
+            yield from footnotes
         if self._gates:
             yield Text()
             yield parts.heading("Gates")
@@ -78,7 +80,8 @@ def _side(report: Report) -> str:
 def _meaning(margin: float) -> str:
     return (
         f"same: the 95% interval lies within {margin * 100:.3g}% of no change. faster, slower: it leaves out no "
-        "change. cannot tell: neither. What is counted (ran as asked, peak memory) has no interval and needs none."
+        "change. cannot tell: neither, or no interval. What is counted (ran as asked, peak memory) has no interval and "
+        "needs none."
     )
 
 
@@ -116,8 +119,8 @@ def _interval(ratio: Figure) -> str:
 
 
 def _word(change: Change, notes: Notes) -> Text:
-    # A number that is missing has its mark already, where the number would stand.
-    marked = change.why and change.a.known and change.b.known
+    # A number that is missing has its mark already, where the number would stand; a wide interval stands beside.
+    marked = change.why and change.a.known and change.b.known and not change.noisy
     return Text(f"{change.word} {notes.mark(change.why)}" if marked else change.word, STYLES.get(change.word, ""))
 
 
@@ -144,7 +147,6 @@ def _work(changes: Sequence[Change], notes: Notes) -> Iterable[RenderableType]:
             _word(change, notes),
         )
     if table.rows:
-        yield Text()
         yield parts.indented(table)
 
 

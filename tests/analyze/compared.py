@@ -65,7 +65,7 @@ def recipe(
     one = Figure(1.0, "x")
     made = ratio(base, samples, 400)
     gained = one if base is samples else Figure(made.value, "x", "derived", made.low, made.high)
-    kernel = Figure(1.9, "x", "derived", 1.88, 1.92)
+    kernel = Figure(1.9, "x", "derived", 1.895, 1.905)
     part = RecipeReport(
         name,
         name,

@@ -143,7 +143,11 @@ ledger = BEFORE.recipe("fp8_delayed").ledger
 assert ledger is not None
 LACKING: list[tuple[str, dict[str, Any], str]] = [
     ("step:fp8_delayed<=2%", {"step_ms": Figure.missing("ms", "stopped early")}, "B: stopped early"),
-    ("step:fp8_delayed<=99ms", {"step_ms": Figure(80.0, "ms", "measured", n=1)}, "80 ms has no interval"),
+    (
+        "step:fp8_delayed<=99ms",
+        {"step_ms": Figure(80.0, "ms", "measured", n=1)},
+        "80 ms is no evidence: a single sample has no interval",
+    ),
     ("speedup:fp8_delayed>=1x", {"speedups": None}, "no speedup was computed"),
     ("coverage:fp8_delayed>=1%", {"verdict": None}, "there is no verdict"),
     ("peak:fp8_delayed<=999GB", {"peak_gb": Figure.missing("GB", "not recorded on a CPU")}, "not recorded on a CPU"),
