@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lowprec_callback.analyze.compare import compare
     from lowprec_callback.callback import LowPrecisionProfiler
     from lowprec_callback.report import Report, load_report
     from lowprec_callback.session import FallbackError
@@ -23,10 +24,11 @@ _HOMES = {
     "FallbackError": "lowprec_callback.session",
     "LowPrecisionProfiler": "lowprec_callback.callback",
     "Report": "lowprec_callback.report",
+    "compare": "lowprec_callback.analyze.compare",
     "load_report": "lowprec_callback.report",
 }
 
-__all__ = ["FallbackError", "LowPrecisionProfiler", "Report", "__version__", "load_report"]
+__all__ = ["FallbackError", "LowPrecisionProfiler", "Report", "__version__", "compare", "load_report"]
 
 
 def __getattr__(name: str) -> Any:

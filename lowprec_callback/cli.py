@@ -5,8 +5,8 @@ Each subcommand lives in a module of its own that is imported only when it is as
 the default `run`: a function from the parsed arguments to the exit code. To add a subcommand, add a line to
 `COMMANDS`.
 
-Exit codes: 0 done; 1 the command ran and its answer is no; 2 bad input, with one sentence on stderr; 130
-interrupted.
+Exit codes: 0 done; 1 the command ran and its answer is no; 2 bad input, with one sentence on stderr; 3 the
+evidence for an answer is missing (`compare`); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def _in(module: str) -> Callable[[Subparsers], None]:
 
 
 COMMANDS: dict[str, Command] = {
+    "compare": Command("compare two runs, and hold limits for CI", _in("lowprec_callback.compare_command")),
     "doctor": Command("what this machine can run, and why not the rest", _in("lowprec_callback.doctor")),
     "gemm": Command("time a model's GEMMs by themselves, under each recipe", _in("lowprec_callback.gemm_command")),
     "nsys": Command("read a capture of Nsight Systems or torch.profiler", _in("lowprec_callback.nsys_command")),

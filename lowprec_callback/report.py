@@ -202,6 +202,8 @@ class Ledger:
     note: str | None = None
     unknown_kernels: tuple[str, ...] = ()
     """Names in the bucket `other`, longest time first."""
+    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Each bucket's time in each traced step [ms]; `buckets` are their means."""
 
 
 @dataclass(frozen=True)
@@ -319,6 +321,10 @@ class RecipeReport:
     loss: Figure = Figure(None, "nats", reason="not recorded")
     clocks: str | None = None
     numerics: str | None = None
+    void: str | None = None
+    """Why this recipe's speed counts for nothing: its loss is not finite."""
+    asked: dict[str, str] | None = None
+    """What its card asked for, as text: formats by role, scaling, Transformer Engine's arguments. None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -365,6 +371,9 @@ class Report:
     recording: str | None = None
     findings: tuple[Finding, ...] = ()
     """What to do, by ms at stake; those whose ms are not known come last."""
+    conditions: dict[str, str] | None = None
+    """What else a step's time depends on: micro-batches, world size, power limit, the CPU, environment variables of
+    the Recording's allow-list. None: unknown."""
 
     def recipe(self, name: str) -> RecipeReport:
         """The part about one recipe. Raises KeyError with the known names."""

@@ -85,7 +85,8 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
     origin: Origin = "estimated" if on_cpu else "measured"
     derived: Origin = "estimated" if on_cpu else "derived"
     facts = lines_of("trace", (view.line for view in views))
-    totals = np.sum([bucket_times(view) for view in views], axis=0) / len(views) * scale
+    each = [bucket_times(view) * scale for view in views]
+    totals = np.sum(each, axis=0) / len(views)
     times = {bucket: float(totals[_RANK[bucket]]) for bucket in BUCKETS}
 
     busy = math.fsum(times.values())
@@ -113,6 +114,7 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
             traced_wall=Figure(traced_ms, "ms", "measured", n=len(views), facts=facts),
             note=note,
             unknown_kernels=_unknown(views),
+            steps={bucket: tuple(float(step[_RANK[bucket]]) for step in each) for bucket in BUCKETS},
         ),
         None,
     )

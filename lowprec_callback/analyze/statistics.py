@@ -131,8 +131,13 @@ def stretch(block_medians: Sequence[float], within_variances: Sequence[float]) -
         return 1.0
     rho = max(0.0, 1.0 - float(np.mean(within_variances)) / between)
     degrees = count - 1
-    t = _T.get(degrees, 1.96 + 2.4 / degrees)
+    t = t_quantile(degrees)
     return math.sqrt(1.0 + rho * ((t / _Z) ** 2 * count / degrees - 1.0))
+
+
+def t_quantile(degrees: int) -> float:
+    """97.5% quantile of Student's t with this many degrees of freedom, at least 1."""
+    return _T.get(degrees, 1.96 + 2.4 / degrees)
 
 
 def is_different(low: float | None, high: float | None, reference: float = 1.0) -> bool | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lowprec_callback.analyze import kernel_rows
+from lowprec_callback.analyze.conditions import asked, conditions
 from lowprec_callback.analyze.finding_case import Case as FindingCase
 from lowprec_callback.analyze.findings import findings
 from lowprec_callback.analyze.gap import gap
@@ -116,6 +117,7 @@ def analyze(recording: Recording) -> Report:
         status=status,
         recording=str(recording.path) if recording.path else None,
         findings=findings(_cases(recipes, base, facts, measured, void)) if base is not None else (),
+        conditions=conditions(environment, plan),
     )
 
 
@@ -363,6 +365,8 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
         loss=last_loss(name, losses),
         clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
         numerics=numerics(losses, facts.scales.get(name, [])),
+        void=f"the loss became {part.bad_loss}" if part.bad_loss is not None else None,
+        asked=asked(card) if card else None,
     )
 
 
