@@ -59,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the page")
     parser.add_argument("--width", type=page_width, metavar="N", help="columns of the page (default: the terminal's)")
     parser.add_argument("--plots", action="store_true", help="write the plots as PNG beside the Recording")
+    parser.add_argument("--html", action="store_true", help="write the page as report.html beside the Recording")
     group = parser.add_argument_group("capturing")
     group.add_argument(
         "--command", dest="capture_command", action="store_true", help="print the command line that captures a command"
@@ -128,7 +129,7 @@ def _read(args: argparse.Namespace) -> int:
     from lowprec_callback.report import FILE_NAME
     from lowprec_callback.show.command import show
 
-    show(report, folder / FILE_NAME, json=args.json, width=args.width, plots=args.plots)
+    show(report, folder / FILE_NAME, json=args.json, width=args.width, plots=args.plots, html=args.html)
     return 0
 
 

@@ -212,13 +212,16 @@ class Session:
         """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""
         try:
             from lowprec_callback.analyze.summary import analyze
+            from lowprec_callback.show import html
             from lowprec_callback.show.console import print_report
             from lowprec_callback.show.plots import save_all
 
             self.report = analyze(self.recorder.snapshot())
             self.report.save(self.folder / report.FILE_NAME)
             plots = save_all(self.report, self.folder)
-            print_report(self.report, files=[report.FILE_NAME, *(plot.path.name for plot in plots if plot.path)])
+            files = [html.FILE_NAME, report.FILE_NAME, *(plot.path.name for plot in plots if plot.path)]
+            html.save(self.report, self.folder / html.FILE_NAME, files)
+            print_report(self.report, files=files)
         except Exception as error:
             self.say(
                 f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "

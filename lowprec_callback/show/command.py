@@ -23,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the page")
     parser.add_argument("--width", type=page_width, metavar="N", help="columns of the page (default: the terminal's)")
     parser.add_argument("--plots", action="store_true", help="write the plots as PNG beside the Recording")
+    parser.add_argument("--html", action="store_true", help="write the page as report.html beside the Recording")
     parser.set_defaults(run=run)
 
 
@@ -30,20 +31,23 @@ def run(args: argparse.Namespace) -> int:
     """Show the report; 0, or 2 with a sentence on standard error."""
     path = Path(args.path)
     try:
-        show(_report(path), path, json=args.json, width=args.width, plots=getattr(args, "plots", False))
+        plots, html = getattr(args, "plots", False), getattr(args, "html", False)
+        show(_report(path), path, json=args.json, width=args.width, plots=plots, html=html)
     except ShowError as failure:
         print(f"lowprec report: {' '.join(str(failure).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-def show(report: Report, path: Path, *, json: bool, width: int | None, plots: bool) -> None:
-    """Print the page (or the JSON) of a report, and write its plots beside `path`.
+def show(report: Report, path: Path, *, json: bool, width: int | None, plots: bool, html: bool) -> None:
+    """Print the page (or the JSON) of a report, and write its plots and its HTML page beside `path`.
 
     Raises:
-        ShowError: the plots cannot be written.
+        ShowError: the plots or the page cannot be written.
     """
     written = _plots(report, path) if plots else []
+    if html:
+        written = [_html(report, path, written), *written]
     if json:
         _print_json(report)
         for text in written:
@@ -77,6 +81,18 @@ def _plots(report: Report, path: Path) -> list[str]:
     except OSError as error:
         raise ShowError(f"{folder}: the plots cannot be written ({error.strerror or error})") from error
     return [str(plot.path) if plot.path else f"no plot {plot.reason}" for plot in plots]
+
+
+def _html(report: Report, path: Path, others: list[str]) -> str:
+    """Write the HTML page beside the Recording; its file."""
+    from lowprec_callback.show import html
+
+    file = (path if path.is_dir() else path.parent) / html.FILE_NAME
+    try:
+        html.save(report, file, [str(file), *others])
+    except OSError as error:
+        raise ShowError(f"{file}: the page cannot be written ({error.strerror or error})") from error
+    return str(file)
 
 
 def _print_json(report: Report) -> None:

@@ -178,7 +178,7 @@ def _rates(grid: Table, table: GemmTable, recipes: Sequence[str], notes: Notes) 
     grid.add_row(Text("TFLOP/s"), Text(), *(notes.cell(figure, _tflops) for figure in found))
     if not any(peak.tflops for peak in table.peaks.values()):
         return
-    shares = []
+    shares: list[Text] = []
     for recipe, figure in zip(recipes, found, strict=True):
         peak = table.peaks.get(recipe)
         if figure.value is None or peak is None or peak.tflops is None:

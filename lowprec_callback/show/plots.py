@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from matplotlib.figure import Figure as Canvas
 
@@ -36,12 +36,12 @@ class Plot(NamedTuple):
     reason: str | None
 
 
-def save(figure: Canvas, path: Path, kind: str = "png") -> None:
+def save(figure: Canvas, to: Path | IO[str], kind: str = "png", metadata: dict[str, None] | None = None) -> None:
     """Write a figure as PNG, or as another kind that matplotlib knows (pdf, svg)."""
     with warnings.catch_warnings():
         # A name may hold a character that the font lacks: it shows as a box, and that is no reason to fail.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        figure.savefig(path, format=kind)
+        figure.savefig(to, format=kind, metadata=metadata)
 
 
 def save_all(report: Report, folder: Path) -> list[Plot]:

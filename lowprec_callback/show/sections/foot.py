@@ -25,12 +25,13 @@ def _scales(recipe: RecipeReport) -> list[RenderableType]:
     others = len({row.module for row in recipe.scales}) - 1
     table = parts.table("tensor", "scale", "newest amax", "largest amax", "history")
     for row in rows:
-        table.add_row(*_scale_cells(row))
+        table.add_row(*scale_cells(row))
     more = [parts.paragraph(words.left_out(others, "module", "report.json"), style=parts.DIM)] if others else []
     return [parts.heading(f"Delayed scaling of {module} ({recipe.name})"), parts.indented(table), *more]
 
 
-def _scale_cells(row: ScaleRow) -> tuple[Text, ...]:
+def scale_cells(row: ScaleRow) -> tuple[Text, ...]:
+    """Tensor, scale, newest and largest amax, length of the history."""
     steps = f"{row.history_length} step{'' if row.history_length == 1 else 's'}"
     numbers = (words.significant(value) for value in (row.scale, row.amax, row.history_max))
     return (Text(row.tensor), *(Text(text) for text in numbers), Text(steps))

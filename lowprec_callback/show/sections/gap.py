@@ -9,6 +9,7 @@ from rich.text import Text
 from lowprec_callback.report import Figure, Gap, GapTerm, Report
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
+from lowprec_callback.show.sections.parts import Number
 
 LONGEST_BAR, NARROWEST_NAME = 32, 24
 
@@ -55,10 +56,10 @@ def _terms(gap: Gap, width: int) -> Table:
     return grid
 
 
-def _number(figure: Figure, places: int) -> Text:
+def _number(figure: Figure, places: int) -> Number:
     if figure.value is None:
-        return Text("?", style=parts.WARN)
-    return Text(words.signed_ms(figure, places))
+        return Number("?", figure, style=parts.WARN)
+    return Number(words.signed_ms(figure, places), figure)
 
 
 def _bar_and_note(term: GapTerm, largest: float, bars: int) -> Text:

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lowprec_callback.analyze.gemms import speedup
 from lowprec_callback.recording import Mode
 from lowprec_callback.report import Figure, RecipeReport, Report
 from lowprec_callback.show import gemm_sums, words
@@ -22,6 +23,7 @@ MOST_OPERATIONS = 6
 
 TITLES: tuple[tuple[Mode, str], ...] = (("kernel", "GEMM only"), ("autocast", "with quantization"))
 LAUNCH_BOUND = "*"
+EXPLAIN_LAUNCH_BOUND = f"{LAUNCH_BOUND} launch-bound: the host needs longer to launch it than the GPU to run it"
 
 Shapes = Literal["column", "beside", "below"]
 """Where M x K x N stands: in a column of its own, beside the operation's name, or below it, once."""
@@ -102,10 +104,11 @@ def _cell(report: Report, recipe: RecipeReport, operation: Operation, mode: Mode
         return text
     if any(row.launch_bound for row in rows):
         text.append(LAUNCH_BOUND)
-        notes.explain(f"{LAUNCH_BOUND} launch-bound: the host needs longer to launch it than the GPU to run it")
+        notes.explain(EXPLAIN_LAUNCH_BOUND)
     if base is not None and not recipe.baseline:
         reference = gemm_sums.per_step(gemm_sums.of_operation(base, operation), mode)
         text.append(_ratio(reference, figure))
+        text.figures += (speedup(reference, figure),)
     return text
 
 
@@ -125,8 +128,9 @@ def _sum(recipe: RecipeReport, mode: Mode, notes: Notes) -> Text:
     figure = recipe.gemm_kernel_ms if mode == "kernel" else recipe.gemm_autocast_ms
     text = notes.cell(figure, lambda known: words.bare(known, _places(recipe)))
     if recipe.speedups is not None and not recipe.baseline and figure.known:
-        speedup = recipe.speedups.kernel if mode == "kernel" else recipe.speedups.autocast
-        if speedup.value is not None:
-            text.append(f" {words.fixed(speedup.value, 2):>5}x")
+        factor = recipe.speedups.kernel if mode == "kernel" else recipe.speedups.autocast
+        if factor.value is not None:
+            text.append(f" {words.fixed(factor.value, 2):>5}x")
+            text.figures += (factor,)
     text.stylize("bold")
     return text

@@ -26,9 +26,25 @@ DUST = 1e-6
 """Below this share of the largest, a term is what rounding leaves of zero, and gets no bar."""
 
 
-def heading(title: str) -> Text:
+class Heading(Text):
+    """A section's title, told from other text by its type."""
+
+
+class Entry(Table):
+    """One `label  text` line, told from other tables by its type."""
+
+
+class Number(Text):
+    """Figures as text that still knows them: a page that can (HTML) tells their intervals, origins and facts."""
+
+    def __init__(self, text: str, *figures: Figure, style: str = "") -> None:
+        super().__init__(text, style=style)
+        self.figures = figures
+
+
+def heading(title: str) -> Heading:
     """A section's title."""
-    return Text(title, style="bold")
+    return Heading(title, style="bold")
 
 
 def indented(renderable: RenderableType, by: int = INDENT) -> Padding:
@@ -44,7 +60,7 @@ def paragraph(text: str | Text, by: int = INDENT, style: str = "") -> Padding:
 
 def entry(label: str, text: str | Text, width: int, style: str = "") -> Table:
     """`label  text`, with the text's further lines hanging under its first; `width` aligns several."""
-    grid = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    grid = Entry.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(width=width, overflow="fold")
     grid.add_column(overflow="fold")
     grid.add_row(Text(label), text if isinstance(text, Text) else Text(text, style=style))
@@ -115,13 +131,13 @@ class Notes:
             self._reasons.append(reason)
         return f"[{self._reasons.index(reason) + 1}]"
 
-    def cell(self, figure: Figure, write: Callable[[Figure], str] = words.ms) -> Text:
+    def cell(self, figure: Figure, write: Callable[[Figure], str] = words.ms) -> Number:
         """A Figure for a table: its number, or the mark of the reason why there is none."""
         if figure.value is None:
-            return Text(self.mark(words.why_missing(figure)), style=DIM)
+            return Number(self.mark(words.why_missing(figure)), figure, style=DIM)
         if figure.origin == "estimated":
             self.explain(f"{words.ESTIMATED} an estimate")
-        return Text(write(figure))
+        return Number(write(figure), figure)
 
     def explain(self, sentence: str) -> None:
         """A line below the table that explains a sign in it, once."""

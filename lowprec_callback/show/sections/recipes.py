@@ -9,7 +9,7 @@ from rich.text import Text
 from lowprec_callback.report import RecipeReport, Report
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
-from lowprec_callback.show.sections.parts import Notes
+from lowprec_callback.show.sections.parts import Notes, Number
 
 
 def overview(report: Report, width: int) -> list[RenderableType]:
@@ -75,7 +75,7 @@ def _as_asked(recipe: RecipeReport, notes: Notes, who: bool) -> Text:
         return notes.cell(recipe.verdict.coverage)
     whole = words.share(recipe.verdict.coverage) == "100%"
     text = words.coverage(recipe.verdict) if who else words.share(recipe.verdict.coverage)
-    return Text(text, style=parts.GOOD if whole else parts.BAD)
+    return Number(text, recipe.verdict.coverage, style=parts.GOOD if whole else parts.BAD)
 
 
 def _who(report: Report) -> list[RenderableType]:

@@ -14,9 +14,14 @@ from lowprec_callback.show.sections import parts
 TOOL = "lowprec_callback"
 
 
+def subject(report: Report) -> str:
+    """`codonfm-5b · NVIDIA H200 · TE 2.20.2 · torch 2.11`."""
+    return " · ".join(part for part in (report.model, report.device, words.versions(report)) if part)
+
+
 def title(report: Report, width: int) -> list[RenderableType]:
     """`lowprec_callback        codonfm-5b · NVIDIA H200 · TE 2.20.2 · torch 2.11`, and a rule."""
-    where = Text(" · ".join(part for part in (report.model, report.device, words.versions(report)) if part))
+    where = Text(subject(report))
     name = Text(TOOL, style="bold")
     line: RenderableType
     if name.cell_len + where.cell_len + 2 * parts.INDENT <= width:
