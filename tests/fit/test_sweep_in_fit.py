@@ -124,7 +124,12 @@ def test_a_whole_sweep_records_every_kind_of_fact(tmp_path: Path, capsys: pytest
     assert "bf16" in page
     (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert load_report(run) == callback.report
-    assert {path.name for path in run.iterdir()} >= {"recording.jsonl", "report.json", "gap_waterfall.png"}
+    assert {path.name for path in run.iterdir()} >= {
+        "recording.jsonl",
+        "report.html",
+        "report.json",
+        "gap_waterfall.png",
+    }
 
 
 def test_the_gap_closes_and_the_recording_alone_gives_the_same_report(tmp_path: Path) -> None:

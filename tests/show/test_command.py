@@ -116,6 +116,24 @@ def test_with_json_the_plots_are_named_on_stderr(run_folder: Path, capsys: pytes
     ]
 
 
+@pytest.mark.usefixtures("summary")
+def test_the_html_page_is_written_beside_the_recording_and_named(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(str(run_folder), "--html", "--json") == 0
+    assert capsys.readouterr().err == f"{run_folder / 'report.html'}\n"
+    page = (run_folder / "report.html").read_text(encoding="utf-8")
+    assert "codonfm-5b" in page
+    assert str(run_folder / "report.html") in page
+
+
+@pytest.mark.usefixtures("summary")
+def test_a_page_that_cannot_be_written(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "report.html").mkdir()
+    assert main(str(run_folder), "--html") == 2
+    assert "the page cannot be written" in one_sentence(capsys)
+
+
 def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
     out, err = capsys.readouterr()
     assert out == ""

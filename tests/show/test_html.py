@@ -281,7 +281,7 @@ def large() -> Report:
     gemms = tuple(GemmRow(name, role, 15872, 4096, 16384, 1, ms, ms) for name in names for role in ROLES)
     assert len(gemms) == 291
     witnesses = dict.fromkeys(("operands", "library", "kernels"), "e4m3 x e5m2 -> bf16, nvjet_sm90_qrtst_128x256_64x4")
-    why = "three witnesses agree on the operands of every call that was seen in the watched step"
+    why = "three witnesses agree on every call of the watched step"
     made = verdict(24, "e4m3/e5m2")
     rows: list[VerdictRow] = [replace(row, why=why, witnesses=witnesses) for row in made.rows]
     scales = tuple(ScaleRow(name, tensor, 1.0, 2.0, 3.0, 1024) for name in names for tensor in ("x", "w", "dy"))
