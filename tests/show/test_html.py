@@ -301,7 +301,7 @@ def test_the_page_of_a_large_model_is_under_2_megabytes() -> None:
 
 
 def test_the_page_is_written_as_utf_8(tmp_path: Path) -> None:
-    html.save(samples.codonfm(), tmp_path / "report.html", FILES)
+    html.save(samples.ALL["codonfm"](), tmp_path / "report.html", FILES)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert text == sample_page("codonfm")
     assert text.startswith("<!DOCTYPE html>")
