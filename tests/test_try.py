@@ -130,7 +130,9 @@ def test_a_python_that_dies_while_importing_is_a_reason(bootstrap: ModuleType, t
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_waits_for_the_command_to_end_in_its_own_way(bootstrap: ModuleType, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_the_command_to_end_in_its_own_way(
+    bootstrap: ModuleType, tmp_path: Path, ctrl_c: None
+) -> None:
     # The command interrupts this process and only then finishes its own work.
     work = f"import os, pathlib; os.kill({os.getpid()}, {int(signal.SIGINT)}); pathlib.Path('saved').touch()"
     with pytest.raises(KeyboardInterrupt):
