@@ -15,9 +15,10 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lowprec_callback.run_folder import new_run_folder
 
 if TYPE_CHECKING:
     from lowprec_callback.capture import Capture
@@ -190,15 +191,11 @@ def _open(file: Path) -> Capture:
 
 def _new_folder(output: Path, name: str) -> Path:
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name) or "capture"
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(100):
-        folder = output / f"{stamp}-{clean}{f'-{attempt}' if attempt else ''}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _Failure(f"{output}: cannot be written ({error.strerror}); give another --output-dir") from error
+    try:
+        folder = new_run_folder(output, clean)
+    except OSError as error:
+        raise _Failure(f"{output}: cannot be written ({error.strerror}); give another --output-dir") from error
+    if folder is not None:
         return folder
     raise _Failure(f"{output}: a hundred runs of {name!r} in one second; give another --output-dir")
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from lowprec_callback.progress import make_progress
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
+from lowprec_callback.run_folder import new_run_folder
 from lowprec_callback.state import Rng, Snapshot
 from lowprec_callback.sweep import Sweep
 
@@ -303,20 +303,15 @@ def _why_no_trace() -> str | None:
 
 def _run_folder(output_dir: str, name: str, speaks: bool) -> tuple[Path, str | None]:
     """(a new folder for this run, a problem). A folder that cannot be written gives way to a temporary one."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    clean = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     if not speaks:
         return Path(tempfile.mkdtemp(prefix="lowprec-rank-")), None
     parent = Path(output_dir)
-    for attempt in range(100):
-        folder = parent / f"{stamp}-{clean}{f'-{attempt}' if attempt else ''}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            other = Path(tempfile.mkdtemp(prefix="lowprec-"))
-            return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
+    try:
+        folder = new_run_folder(parent, "".join(c if c.isalnum() or c in "-_." else "-" for c in name))
+    except OSError as error:
+        other = Path(tempfile.mkdtemp(prefix="lowprec-"))
+        return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
+    if folder is not None:
         return folder, None
     raise ProfilerError(f"{parent}: a hundred runs of {name!r} in one second; give another output_dir")
 

@@ -22,6 +22,7 @@ RANKS = {
     "report": 1,
     "recipes": 2,
     "plan": 2,
+    "run_folder": 2,
     "progress": 2,
     "analyze": 3,
     "show": 4,

@@ -7,12 +7,10 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from lowprec_callback.analyze.alignment import check_alignment
 from lowprec_callback.analyze.finding_case import Case, bucket, ms_text, rests_on, share, some
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import launch_bound
-from lowprec_callback.analyze.shapes import LayerGemm
 from lowprec_callback.recording import Gemm
 from lowprec_callback.report import Figure, Finding, GemmRow
 
@@ -270,24 +268,7 @@ def find_padding(case: Case) -> Finding | None:
     card = case.watched.card
     if card is None or (case.on_cpu and card.scaling == "none"):
         return None
-    layers: dict[LayerGemm, None] = {}
-    for gemm in case.watched.gemms:
-        if gemm.role == "fprop":
-            layers[
-                LayerGemm(
-                    operation=operation(gemm.module),
-                    m=gemm.m,
-                    k=gemm.k,
-                    n=gemm.n,
-                    quantizable=gemm.quantizable,
-                    groups=gemm.groups,
-                )
-            ] = None
-    rows = [
-        row
-        for row in check_alignment(layers, [card], case.watched.compute_capability)
-        if row.fixes and row.kind == "slow path"
-    ]
+    rows = case.watched.misaligned()
     if not rows:
         return None
     keys = {(row.operation, row.m, row.k, row.n) for row in rows}

@@ -49,6 +49,25 @@ class Watched:
     """The recipe's card, for the sizes that it wants; None where it is not known here."""
     compute_capability: tuple[int, int] | None = None
 
+    def misaligned(self) -> list[AlignmentRow]:
+        """The captured layers whose sizes put the recipe on a slow path; emulation is no matter of sizes."""
+        if self.card is None:
+            return []
+        layers = {
+            LayerGemm(
+                operation=operation(gemm.module),
+                m=gemm.m,
+                k=gemm.k,
+                n=gemm.n,
+                quantizable=gemm.quantizable,
+                groups=gemm.groups,
+            ): None
+            for gemm in self.gemms
+            if gemm.role == "fprop"
+        }
+        rows = check_alignment(layers, [self.card], self.compute_capability)
+        return [row for row in rows if row.kind == "slow path" and row.fixes]
+
 
 def slow_paths(views: Sequence[TraceView], watched: Watched = Watched()) -> tuple[str, ...]:
     """Sentences, most expensive first; those whose cost the trace does not tell come last."""
@@ -126,26 +145,9 @@ def _requantized(watched: Watched) -> list[str]:
 
 def _misaligned(watched: Watched) -> list[str]:
     """Sizes of the captured layers that put the recipe on a slow path."""
-    if watched.card is None:
-        return []
-    layers = {
-        LayerGemm(
-            operation=operation(gemm.module),
-            m=gemm.m,
-            k=gemm.k,
-            n=gemm.n,
-            quantizable=gemm.quantizable,
-            groups=gemm.groups,
-        ): None
-        for gemm in watched.gemms
-        if gemm.role == "fprop"
-    }
-    rows = check_alignment(layers, [watched.card], watched.compute_capability)
     by_reason: dict[str, list[AlignmentRow]] = {}
-    for row in rows:
-        # Emulation is no matter of sizes, and the kernels tell it.
-        if row.kind == "slow path" and row.fixes:
-            by_reason.setdefault(row.reason, []).append(row)
+    for row in watched.misaligned():
+        by_reason.setdefault(row.reason, []).append(row)
     return [f"misaligned: {reason}: {_some([_sizes(row) for row in found])}" for reason, found in by_reason.items()]
 
 

@@ -6,8 +6,9 @@ killed run make a Report as well as the whole of a finished one does."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from lowprec_callback.analyze import kernel_rows
@@ -192,6 +193,7 @@ class _Facts:
         }
         self.scales = _by_recipe(recording.lines(Scales))
         self.products = _by_recipe(recording.lines(Product))
+        self._watched: dict[str, Watched] = {}
         self._capability = environment.compute_capability if environment else None
         counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
         self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
@@ -216,8 +218,17 @@ class _Facts:
         baselines = [plan.baseline] if plan else [card.recipe for card in self.cards.values() if card.baseline]
         return tuple(dict.fromkeys([*baselines[:1], *found]))
 
+    @cached_property
+    def _built_in(self) -> dict[str, RecipeCard]:
+        return load_cards()
+
     def watched(self, name: str, card: Card) -> Watched:
         """What the watched step of a recipe showed of slow paths."""
+        if name not in self._watched:
+            self._watched[name] = self._watch(name, card)
+        return self._watched[name]
+
+    def _watch(self, name: str, card: Card) -> Watched:
         plan = self.recording.last(Plan)
         return Watched(
             gemms=[gemm for _, gemm in self.gemms],
@@ -225,7 +236,7 @@ class _Facts:
             backends=[fact for fact in self.recording.of(AttentionBackend) if fact.recipe == name],
             uncached=[fact for fact in self.recording.of(UncachedWeights) if fact.recipe == name],
             micro_batches=plan.micro_batches if plan else 1,
-            card=_as_card(card),
+            card=_as_card(card, self._built_in),
             compute_capability=self._capability,
         )
 
@@ -251,9 +262,9 @@ class _Measured:
     bad_loss: float | None = None
 
 
-def _as_card(fact: Card) -> RecipeCard | None:
+def _as_card(fact: Card, built_in: Mapping[str, RecipeCard]) -> RecipeCard | None:
     """The built-in card of this name with the arguments that ran; None for a card of the user's own."""
-    card = load_cards().get(fact.recipe)
+    card = built_in.get(fact.recipe)
     try:
         return card.with_arguments(fact.arguments) if card is not None else None
     except RecipeError:

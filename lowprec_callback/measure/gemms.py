@@ -63,6 +63,11 @@ def shapes_of(gemms: Iterable[Gemm]) -> list[Shape]:
     return sorted(shapes, key=lambda s: (-s.m * s.k * s.n, s.k, s.n, s.bias, s.family, s.quantizable, s.groups))
 
 
+def jobs_of(gemms: Iterable[Gemm], cards: list[RecipeCard], baseline: str) -> list[tuple[RecipeCard, Shape]]:
+    """Every shape under every recipe that can reach it; what no recipe reaches runs in the baseline alone."""
+    return [(card, shape) for shape in shapes_of(gemms) for card in cards if shape.quantizable or card.name == baseline]
+
+
 def _family(gemm: Gemm) -> str:
     """TE's classes share one GEMM for each shape; a plain layer and a grouped one have their own."""
     return gemm.family if gemm.family in ("nn.Linear", "GroupedLinear") else "Linear"
@@ -83,7 +88,7 @@ def benchmark(
     A shape that fails (out of memory, unsupported, misaligned) keeps its place with the reason.
     """
     sampling, course = sampling or Sampling(), course or Course()
-    jobs = [(card, shape) for shape in shapes_of(gemms) for card in cards if shape.quantizable or card.name == baseline]
+    jobs = jobs_of(gemms, cards, baseline)
     results: dict[Job, Samples] = {(card.name, shape): Samples() for card, shape in jobs}
     benches = Benches(engine, results, sampling.conditions)
     order = random.Random(seed)

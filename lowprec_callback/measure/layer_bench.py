@@ -125,7 +125,7 @@ class LayerBench:
         self._x = torch.randn(shape.m, shape.k, device=engine.device, dtype=dtype, requires_grad=True)
         # Gradients are small and spread over orders of magnitude, unlike activations.
         self._dy = torch.randn(shape.m, shape.n, device=engine.device, dtype=dtype) * 1e-3
-        self._splits = _splits(shape)
+        self._splits = splits_of(shape)
         self._flush = l2_flush(engine.device) if conditions.cold_l2 else None
         self._marks: list[tuple[str, Any]] = []
         self._count = 0
@@ -284,9 +284,20 @@ class PlainBench:
         self._b = torch.zeros(shape.n, device=device, dtype=dtype) if shape.bias else None
         self._flush = l2_flush(device) if conditions.cold_l2 and device.type == "cuda" else None
         self._paces: dict[tuple[Role, Mode], Pace] = {}
+        self._work = self._products()
 
     def visit(self, modes: Collection[Mode]) -> Reader:
         """Take (on a GPU: launch) one sample of each role in each of the modes."""
+        readers: list[Reader] = []
+        with torch.no_grad():
+            for key, call in self._work.items():
+                if key[1] in modes:
+                    sample = self._launch if self._engine.device.type == "cuda" else self._take
+                    readers.append(sample(key, call, SHORT_LEAD_MS if readers else LEAD_MS))
+        return partial(_read_all, readers)
+
+    def _products(self) -> dict[tuple[Role, Mode], Callable[[], Any]]:
+        """What is timed for each role and mode; the operands are made here, once."""
         low = self._low()
         xs, ws = [x.to(low) for x in self._x], [w.to(low) for w in self._w]
         dys = [(torch.randn(len(x), self._shape.n, device=x.device) * 1e-3).to(low) for x in xs]
@@ -310,7 +321,7 @@ class PlainBench:
             for dy, x in zip(dys, xs, strict=True):
                 torch.mm(dy.t(), x).to(dtype)
 
-        work: dict[tuple[Role, Mode], Callable[[], Any]] = {
+        return {
             ("fprop", "autocast"): forward,
             ("dgrad", "autocast"): dgrad,
             ("wgrad", "autocast"): partial(wgrad, own),
@@ -318,13 +329,6 @@ class PlainBench:
             ("dgrad", "kernel"): dgrad,
             ("wgrad", "kernel"): partial(wgrad, low),
         }
-        readers: list[Reader] = []
-        with torch.no_grad():
-            for key, call in work.items():
-                if key[1] in modes:
-                    sample = self._launch if self._engine.device.type == "cuda" else self._take
-                    readers.append(sample(key, call, SHORT_LEAD_MS if readers else LEAD_MS))
-        return partial(_read_all, readers)
 
     def _region(self) -> AbstractContextManager[Any]:
         return self._engine.region(self._card) if self._shape.quantizable else nullcontext()
@@ -382,6 +386,6 @@ def _rows(shape: Shape) -> list[int]:
     return [each + 1] * rest + [each] * (shape.groups - rest)
 
 
-def _splits(shape: Shape) -> tuple[Any, ...]:
+def splits_of(shape: Shape) -> tuple[Any, ...]:
     """The further argument of a grouped layer."""
     return (_rows(shape),) if shape.groups > 1 else ()

@@ -17,8 +17,8 @@ from torch import nn
 
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.measure.dispatch import Sizes
-from lowprec_callback.measure.gemms import shapes_of
-from lowprec_callback.measure.layer_bench import Shape
+from lowprec_callback.measure.gemms import jobs_of
+from lowprec_callback.measure.layer_bench import Shape, splits_of
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.measure.steps import synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range
@@ -42,10 +42,8 @@ def with_kernels(
     failed = {(fact.recipe, fact.m, fact.k, fact.n, fact.family) for fact in facts if fact.failure}
     jobs = [
         (card, shape)
-        for shape in shapes_of(gemms)
-        for card in cards
-        if (shape.quantizable or card.name == baseline)
-        and (card.name, shape.m, shape.k, shape.n, shape.family) not in failed
+        for card, shape in jobs_of(gemms, cards, baseline)
+        if (card.name, shape.m, shape.k, shape.n, shape.family) not in failed
     ]
     found = signatures(engine, jobs) if engine.device.type == "cuda" and jobs else {}
     for fact in facts:
@@ -98,11 +96,9 @@ def _library_call(engine: Engine, card: RecipeCard, shape: Shape, label: str) ->
     layer = engine.make_linear(shape.k, shape.n, shape.bias, shape.groups)
     dtype = next(layer.parameters()).dtype
     x = torch.randn(shape.m, shape.k, device=engine.device, dtype=dtype, requires_grad=True)
-    each, rest = divmod(shape.m, shape.groups)
-    splits = [[each + 1] * rest + [each] * (shape.groups - rest)] if shape.groups > 1 else []
     with engine.watch(lambda: None, around=around):
         with engine.region(card):
-            y = layer(x, *splits)
+            y = layer(x, *splits_of(shape))
         y.backward(torch.randn_like(y))
 
 
