@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import subprocess
@@ -9,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.cli import main
-from lowprec_callback.report import Verdict, load_report
+from lowprec_callback.engines.transformer_engine import load
+from lowprec_callback.report import RecipeReport, Report, Verdict, load_report
+from tests.gpu.test_planted import open_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,3 +122,60 @@ def test_the_callbacks_own_ranges_under_nsight_systems(tmp_path: Path) -> None:
         # Each layer under its own path, not under its class.
         assert len({row.module for row in inside}) > 4
         assert part.gap is None or part.gap.missing is None
+
+
+RECORDED = ROOT / "tests" / "data" / "h200" / "nsys_transformer_layer_fp8_delayed.sqlite.gz"
+"""Three steps of one `te.TransformerLayer` (1024 / 4096 / 16 heads, 8 x 512 tokens, attention unfused), recorded on an
+H200 on another day, with no optimizer in them."""
+
+
+def imported(folder: Path) -> RecipeReport:
+    (folder / "export.sqlite").write_bytes(gzip.decompress(RECORDED.read_bytes()))
+    assert main(["nsys", str(folder / "export.sqlite"), "--output-dir", str(folder / "imported")]) == 0
+    (run,) = (folder / "imported").iterdir()
+    return load_report(run).recipe("fp8_delayed")
+
+
+def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The same model under the sweep, in a loop without an optimizer; gradients are added to those that are there."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = load().te.TransformerLayer(
+        1024, 4096, 16, fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cuda", **dropout
+    )
+    session, _ = open_session(folder / "runs", layer, ["fp8_delayed"])
+    x = torch.randn(512, 8, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    session.start()
+    done = False
+    while not done:
+        with session.sweep.region():
+            loss = layer(x).sum()
+        session.sweep.phase("backward")
+        loss.backward()
+        session.sweep.phase("")
+        done = session.sweep.step_end(loss)
+    session.close("finished", show=False)
+    return analyze(session.recorder.snapshot())
+
+
+def test_the_recorded_export_says_what_a_trace_in_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "H200" not in torch.cuda.get_device_name():
+        pytest.skip("the export was recorded on an H200: another GPU takes other times")
+    export, own = imported(tmp_path), in_process(tmp_path, monkeypatch).recipe("fp8_delayed")
+    assert export.ledger is not None
+    assert export.verdict is not None
+    assert own.ledger is not None
+    assert own.verdict is not None
+
+    assert {row.verdict for row in export.verdict.kernels} == {row.verdict for row in own.verdict.rows} == {"confirmed"}
+    assert sum(row.kernels for row in export.verdict.kernels) == sum(row.calls for row in own.verdict.rows) == 12
+    assert {row.ran for row in export.verdict.kernels} == {row.ran for row in own.verdict.rows}
+    assert any("unfused" in path for path in export.verdict.slow_paths)
+    assert any("unfused" in path for path in own.verdict.slow_paths)
+
+    times = {name: (figure.value, own.ledger.buckets[name].value) for name, figure in export.ledger.buckets.items()}
+    print("export, in process [ms]:", times)
+    assert {name for name, (there, _) in times.items() if there} >= {"gemm", "quantize", "scale", "attention", "norm"}
+    for name, (there, here) in times.items():
+        assert here == pytest.approx(there, rel=0.15, abs=0.01), name
