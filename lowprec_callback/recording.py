@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, TypeVar
 
-VERSION = 2
+VERSION = 3
 """Version of the facts below. Raised when a fact is added, dropped or changes its meaning."""
 
 FILE_NAME = "recording.jsonl"
@@ -238,6 +238,37 @@ class GemmRun(Fact):
     layers: int = 1
     """Transformer layers in the model; sums over one layer leave out what a model has once."""
     iterations: int | None = None
+
+
+@dataclass(frozen=True)
+class ModuleTime(Fact):
+    """A copy of one of the model's own modules, run by itself in one direction under one recipe, or why it was not.
+
+    Unlike a `GemmTime` it holds all that the module does: norm, activation and bias where they are its own, and casts
+    that are fused into them. The time of one call, at the model's own number of tokens or at another.
+    """
+
+    kind: ClassVar[str] = "module_time"
+    recipe: str
+    module: str
+    """Path of the module that was copied."""
+    alike: tuple[str, ...]
+    """Paths of all modules that it stands for, its own among them."""
+    family: str
+    tokens: int
+    direction: Literal["forward", "backward"]
+    samples_ms: tuple[float, ...] = ()
+    """Milliseconds of one call on the GPU; each sample is the mean over `calls_per_sample` calls."""
+    clocks_mhz: tuple[float, ...] = ()
+    """SM clock during each sample (see `GemmTime.clocks_mhz`)."""
+    calls_per_sample: int = 1
+    host_ms: float | None = None
+    """Host time to launch one call inside a region that is open already."""
+    region_ms: float | None = None
+    """Host time that the region costs by itself: entering, leaving, and the recipe's update of scales."""
+    own: bool = True
+    """Whether `tokens` is what the model's step shows; else another number, from which the trend follows."""
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
