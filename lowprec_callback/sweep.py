@@ -22,6 +22,7 @@ from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
 from lowprec_callback.measure.library_log import LibraryListener
+from lowprec_callback.measure.module_bench import module_times
 from lowprec_callback.measure.nvtx import Ranges, capture_window
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
@@ -94,6 +95,8 @@ class Sweep:
     _step_word: str = "step"
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
+    _autocast: torch.dtype | None = None
+    """The type of the `torch.autocast` region that the user's step runs in."""
 
     @property
     def baseline(self) -> RecipeCard:
@@ -118,6 +121,8 @@ class Sweep:
     def region(self) -> Iterator[None]:
         """The context for one forward pass."""
         self.phase("forward")
+        kind = self.engine.device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with self.engine.region(self.card) if self.card else nullcontext():
             yield
         self.phase("")
@@ -255,13 +260,16 @@ class Sweep:
 
         def tell(what: str, done: int, total: int) -> None:
             if self.progress is not None:
-                self.progress.update(f"GEMM benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
+                self.progress.update(f"benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
 
         times = benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell)
         if self.no_trace is None:
             times = with_kernels(self.engine, self.cards, self.baseline.name, self._shapes, times)
         for fact in times:
             self.recorder.add(fact)
+        memory.clean(self.engine.device)
+        for module in module_times(self.engine, self.cards, self._shapes, self.settings.seed, tell, self._autocast):
+            self.recorder.add(module)
         memory.clean(self.engine.device)
 
     def _block(self, card: RecipeCard, round_: int) -> Steps:

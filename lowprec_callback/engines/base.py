@@ -177,6 +177,14 @@ class Engine(ABC):
             ValueError: this engine has no grouped layer.
         """
 
+    def copy_of(self, path: str) -> nn.Module:
+        """A copy of one of the model's modules, as it was before its first forward, without hooks.
+
+        Raises:
+            ValueError: this engine makes none.
+        """
+        raise ValueError(f"{self.name} makes no copies of modules, {path} among them")
+
     def dtype(self) -> torch.dtype:
         """The floating-point type of the model's first parameter."""
         for parameter in self.model.parameters():

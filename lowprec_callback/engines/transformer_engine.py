@@ -11,6 +11,7 @@ its state as it did on the first step of its life.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -347,6 +348,24 @@ class TransformerEngineEngine(Engine):
         made: nn.Module = te.Linear(k, n, **arguments) if groups == 1 else te.GroupedLinear(groups, k, n, **arguments)
         return made
 
+    def copy_of(self, path: str) -> nn.Module:
+        """See `Engine.copy_of`. To be called and used inside `own_state`.
+
+        Raises whatever copying raises: a module that shares a communicator or stores weights quantized may refuse.
+        """
+        module = self.model.get_submodule(path)
+        # Communicators are shared, not copied.
+        held = [value for each in module.modules() for value in (*vars(each).values(), *_meta(each).values())]
+        made = copy.deepcopy(module, {id(value): value for value in held if type(value).__name__ == "ProcessGroup"})
+        for each in made.modules():
+            for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+                hooks.clear()
+            if getattr(each, "fuse_wgrad_accumulation", False):
+                for parameter in each.parameters(recurse=False):
+                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        _QuantizationState.clear(made, _state_manager(self._loaded))
+        return made
+
 
 def _weights(module: nn.Module) -> tuple[Weight, ...]:
     """The weights of one TE module, by its own feature counts where it has them (its parameters may be split)."""
@@ -373,9 +392,13 @@ def _has_bias(module: nn.Module) -> bool:
     return any("bias" in name and p.numel() for name, p in module.named_parameters(recurse=False) if "norm" not in name)
 
 
-def _state_of(module: nn.Module, key: str) -> Any:
+def _meta(module: nn.Module) -> dict[str, Any]:
     meta = getattr(module, "fp8_meta", None)
-    return meta.get(key) if isinstance(meta, dict) else None
+    return meta if isinstance(meta, dict) else {}
+
+
+def _state_of(module: nn.Module, key: str) -> Any:
+    return _meta(module).get(key)
 
 
 def _scales_fact(recipe: str, path: str, direction: Literal["fwd", "bwd"], state: Any) -> Scales | None:

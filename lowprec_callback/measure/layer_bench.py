@@ -125,13 +125,13 @@ class LayerBench:
         self._x = torch.randn(shape.m, shape.k, device=engine.device, dtype=dtype, requires_grad=True)
         # Gradients are small and spread over orders of magnitude, unlike activations.
         self._dy = torch.randn(shape.m, shape.n, device=engine.device, dtype=dtype) * 1e-3
-        self._splits = splits_of(shape)
+        self._splits = splits_of(shape.m, shape.groups)
         self._flush = l2_flush(engine.device) if conditions.cold_l2 else None
         self._marks: list[tuple[str, Any]] = []
         self._count = 0
         for _ in range(max(WARM_UPS, conditions.accumulate)):
             self._call()
-        self._pace = _pace(self._call, engine.device)
+        self._pace = pace_of(self._call, engine.device)
         self._paces: dict[Role, Pace] = {}
         self._replayed: list[tuple[Role, int, Launched]] = []
         if "kernel" in conditions.modes:
@@ -206,7 +206,7 @@ class LayerBench:
 
     def _learn_pace(self, role: Role, again: Callable[[], Any]) -> None:
         again()
-        self._paces[role] = _pace(again, self._engine.device)
+        self._paces[role] = pace_of(again, self._engine.device)
 
     def _kernel_sample(self) -> Reader:
         self._replayed = []
@@ -256,7 +256,7 @@ def _whole(calls: int, window: int) -> int:
     return -(-calls // window) * window
 
 
-def _pace(call: Callable[[], Any], device: torch.device) -> Pace:
+def pace_of(call: Callable[[], Any], device: torch.device) -> Pace:
     """What a call takes, from an idle device; the GPU's time is at most the wall time."""
     clocked = [_clock(call, device)]
     while len(clocked) < CLOCKINGS and clocked[-1][1] * 1e3 < SAMPLE_MS:
@@ -277,7 +277,7 @@ class PlainBench:
         self._engine, self._card, self._shape, self._samples = engine, card, shape, samples
         device, dtype = engine.device, engine.dtype()
         # One X, W and b for each group; without a grouped GEMM PyTorch multiplies them one after the other.
-        rows = [0, *itertools.accumulate(_rows(shape))]
+        rows = [0, *itertools.accumulate(rows_of(shape.m, shape.groups))]
         x = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
         self._x = [x[first:last] for first, last in itertools.pairwise(rows)]
         self._w = [torch.randn(shape.n, shape.k, device=device, dtype=dtype) * shape.k**-0.5 for _ in self._x]
@@ -341,7 +341,7 @@ class PlainBench:
     def _launch(self, key: tuple[Role, Mode], call: Callable[[], Any], lead_ms: float) -> Reader:
         if key not in self._paces:
             call()
-            self._paces[key] = _pace(call, self._engine.device)
+            self._paces[key] = pace_of(call, self._engine.device)
         pace = self._paces[key]
         repeats, launched = _replay(call, pace, lead_ms, self._flush)
 
@@ -359,7 +359,7 @@ class PlainBench:
         device = self._engine.device
         if key not in self._paces:
             call()
-            self._paces[key] = _pace(call, device)
+            self._paces[key] = pace_of(call, device)
         calls = self._paces[key].calls(SAMPLE_MS, MAX_REPEATS)
         ms = _clock(call, device, calls)[1] * 1e3 / calls
         self._samples.times[key].append(ms)
@@ -380,12 +380,12 @@ def _clock(call: Callable[[], Any], device: torch.device, calls: int = 1) -> tup
     return host, time.perf_counter() - begin
 
 
-def _rows(shape: Shape) -> list[int]:
+def rows_of(tokens: int, groups: int) -> list[int]:
     """Rows of each group, spread as evenly as whole rows can be."""
-    each, rest = divmod(shape.m, shape.groups)
-    return [each + 1] * rest + [each] * (shape.groups - rest)
+    each, rest = divmod(tokens, groups)
+    return [each + 1] * rest + [each] * (groups - rest)
 
 
-def splits_of(shape: Shape) -> tuple[Any, ...]:
+def splits_of(tokens: int, groups: int) -> tuple[Any, ...]:
     """The further argument of a grouped layer."""
-    return (_rows(shape),) if shape.groups > 1 else ()
+    return (rows_of(tokens, groups),) if groups > 1 else ()

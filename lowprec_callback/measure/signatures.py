@@ -98,7 +98,7 @@ def _library_call(engine: Engine, card: RecipeCard, shape: Shape, label: str) ->
     x = torch.randn(shape.m, shape.k, device=engine.device, dtype=dtype, requires_grad=True)
     with engine.watch(lambda: None, around=around):
         with engine.region(card):
-            y = layer(x, *splits_of(shape))
+            y = layer(x, *splits_of(shape.m, shape.groups))
         y.backward(torch.randn_like(y))
 
 
