@@ -4,8 +4,9 @@
     python benchmarks/prediction.py --models llama-8b,gpt2-medium --rounds 3
     python benchmarks/prediction.py --read runs/prediction        # the table again, from the Recordings; no GPU
 
-Each model is an embedding, `te.TransformerLayer`s and a head in BF16, trained by a fused AdamW in a plain loop on random
-tokens. The table sets the predicted step beside the measured one, and beside the naive reading of the GEMM benchmark.
+Each model is an embedding, `te.TransformerLayer`s and a head in BF16, trained by a fused AdamW in a plain loop on
+random tokens. The table sets the predicted step beside the measured one, and beside the naive reading of the GEMM
+benchmark.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ MODELS = {
     "llama-8b-batch-1": Shape(4096, 14336, 32, 8, batch=1, sequence=512, groups=8, gated=True),
     "llama-70b": Shape(8192, 28672, 64, 2, batch=2, sequence=2048, groups=8, gated=True),
 }
-"""From launch-bound to compute-bound, hidden 1024 to 8192; layers are fewer than in the models that lent their names."""
+"""From launch-bound to compute-bound, hidden 1024 to 8192; fewer layers than the models that lent their names."""
 
 
 def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] | None) -> Report:

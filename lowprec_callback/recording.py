@@ -178,6 +178,18 @@ class Gemm(Fact):
     """Transformer layers that have it; 0: it stands outside of them (the LM head). None: nobody said."""
 
 
+def at_clock(samples_ms: Sequence[float], clocks_mhz: Sequence[float], mhz: float | None) -> tuple[float, ...]:
+    """Samples as they would be at one clock [ms]: sample x its own clock / `mhz`.
+
+    For work that the SMs are busy with, time is cycles over clock. On an H200 at its power limit the samples of one
+    shape scatter by 3 to 7%, and by 0.5 to 1.3% once each is taken at the same clock. Samples whose clock was not
+    measured are left as they are.
+    """
+    if mhz is None or len(clocks_mhz) != len(samples_ms):
+        return tuple(samples_ms)
+    return tuple(ms * own / mhz for ms, own in zip(samples_ms, clocks_mhz, strict=True))
+
+
 @dataclass(frozen=True)
 class GemmTime(Fact):
     """The microbenchmark of one shape in one role under one recipe, or why there is none."""
@@ -207,15 +219,8 @@ class GemmTime(Fact):
     """SM clock during each sample, measured on the GPU beside it; empty where it was not."""
 
     def at(self, mhz: float | None) -> tuple[float, ...]:
-        """The samples as they would be at one clock [ms]: sample x its own clock / `mhz`.
-
-        For work that the SMs are busy with, time is cycles over clock. On an H200 at its power limit the samples of
-        one shape scatter by 3 to 7%, and by 0.5 to 1.3% once each is taken at the same clock. Samples whose clock was
-        not measured are left as they are.
-        """
-        if mhz is None or len(self.clocks_mhz) != len(self.samples_ms):
-            return self.samples_ms
-        return tuple(ms * own / mhz for ms, own in zip(self.samples_ms, self.clocks_mhz, strict=True))
+        """The samples as they would be at one clock [ms]; see `at_clock`."""
+        return at_clock(self.samples_ms, self.clocks_mhz, mhz)
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ class ModuleTime(Fact):
     samples_ms: tuple[float, ...] = ()
     """Milliseconds of one call on the GPU; each sample is the mean over `calls_per_sample` calls."""
     clocks_mhz: tuple[float, ...] = ()
-    """SM clock during each sample (see `GemmTime.clocks_mhz`)."""
+    """SM clock during each sample (see `at_clock`)."""
     calls_per_sample: int = 1
     host_ms: float | None = None
     """Host time to launch one call inside a region that is open already."""
@@ -269,6 +274,10 @@ class ModuleTime(Fact):
     own: bool = True
     """Whether `tokens` is what the model's step shows; else another number, from which the trend follows."""
     failure: str | None = None
+
+    def at(self, mhz: float | None) -> tuple[float, ...]:
+        """The samples as they would be at one clock [ms]; see `at_clock`."""
+        return at_clock(self.samples_ms, self.clocks_mhz, mhz)
 
 
 @dataclass(frozen=True)

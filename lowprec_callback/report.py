@@ -257,6 +257,31 @@ class Speedups:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """A recipe's step time from what was known before it ran (see `analyze.prediction`), beside what was measured."""
+
+    step_ms: Figure
+    """The predicted step, with its own interval."""
+    error: Figure
+    """predicted / measured - 1."""
+    naive_ms: Figure
+    """The baseline's step divided by the GEMM speedup: what one would expect of a GEMM benchmark alone."""
+    naive_error: Figure
+    gpu_ms: Figure
+    """What the GPU needs for the predicted step."""
+    host_ms: Figure
+    """What the host needs to launch it."""
+    bound: str
+    """`GPU` or `host`: which of the two sets the pace; empty where that is not told apart."""
+    basis: str
+    """What it rests on, in words."""
+    pays_from: Figure
+    """Tokens a micro-batch from which the recipe's step is shorter than the baseline's."""
+    pays: str
+    """The same as a sentence; empty where it is not known."""
+
+
+@dataclass(frozen=True)
 class ScaleRow:
     """Delayed scaling's scale and amax of one tensor of one module."""
 
@@ -323,6 +348,8 @@ class RecipeReport:
     numerics: str | None = None
     void: str | None = None
     """Why this recipe's speed counts for nothing: its loss is not finite."""
+    prediction: Prediction | None = None
+    """None for the baseline, and for a recipe that did not run."""
     asked: dict[str, str] | None = None
     """What its card asked for, as text: formats by role, scaling, Transformer Engine's arguments. None: unknown."""
 

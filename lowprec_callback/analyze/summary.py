@@ -22,6 +22,8 @@ from lowprec_callback.analyze.ledger import ledger
 from lowprec_callback.analyze.library import LibraryWitness, not_taken
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
+from lowprec_callback.analyze.prediction import Ground as PredictionGround
+from lowprec_callback.analyze.prediction import Side, predict
 from lowprec_callback.analyze.products import beside
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import Scene, headline, reading
@@ -50,6 +52,7 @@ from lowprec_callback.recording import (
     Loss,
     Memory,
     Model,
+    ModuleTime,
     Plan,
     Product,
     Recording,
@@ -377,7 +380,22 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
         clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
         numerics=numerics(losses, facts.scales.get(name, [])),
         void=f"the loss became {part.bad_loss}" if part.bad_loss is not None else None,
+        prediction=None if is_baseline else predict(_ground(base, facts), Side(name, part.step, part.bench)),
         asked=asked(card) if card else None,
+    )
+
+
+def _ground(base: _Measured, facts: _Facts) -> PredictionGround:
+    plan, name = facts.recording.last(Plan), facts.baseline or ""
+    return PredictionGround(
+        base=Side(name, base.step, base.bench),
+        ledger=base.ledger,
+        no_ledger=base.no_ledger,
+        views=base.views,
+        hosts=facts.hosts.get(name, []),
+        modules=facts.recording.lines(ModuleTime),
+        micro_batches=plan.micro_batches if plan else 1,
+        on_cpu=facts.on_cpu,
     )
 
 

@@ -55,7 +55,8 @@ SMALL_BYTES = 64 << 20
 LAUNCHES = 640
 """Kernels in one sample at most, for the launch queue's sake (it holds 1024), at some 40 a module."""
 
-HOST_SAMPLES = 7
+HOST_SAMPLES = 3
+"""At each visit."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Trial:
     _bench: ModuleBench | None = None
     _times: dict[Direction, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
     _clocks: list[float] = field(default_factory=list)
+    _hosts: list[Host] = field(default_factory=list)
 
     def visit(self) -> Reader | None:
         """Launch one sample; None if this fails. The reader reads it."""
@@ -167,6 +169,7 @@ class Trial:
                 if self._bench is None:
                     torch.manual_seed(0)
                     self._bench = ModuleBench(self.engine, self.card, self.kind, self.tokens, self.autocast)
+                self._hosts.append(self._bench.host())
                 return partial(self._read, self._bench.sample())
         except Exception as error:
             self._fail(error)
@@ -202,8 +205,8 @@ class Trial:
                 samples_ms=tuple(self._times[direction]) if bench else (),
                 clocks_mhz=tuple(self._clocks) if bench else (),
                 calls_per_sample=bench.calls_per_sample if bench else 1,
-                host_ms=bench.host.module[direction] if bench else None,
-                region_ms=bench.host.region[direction] if bench else None,
+                host_ms=statistics.median(host.module[direction] for host in self._hosts) if bench else None,
+                region_ms=statistics.median(host.region[direction] for host in self._hosts) if bench else None,
                 own=own,
                 failure=self.failure,
             )
@@ -242,7 +245,6 @@ class ModuleBench:
         self._most = max(1, LAUNCHES // (40 * copies))
         self._pace = pace_of(self._call, engine.device)
         self.calls_per_sample = copies
-        self.host = self._host()
         self._marks = []
 
     def sample(self) -> Callable[[], tuple[float, float, float]]:
@@ -297,8 +299,11 @@ class ModuleBench:
         flat = [y for each in outputs for y in each]
         torch.autograd.backward(flat, [dy for each in self._dys[: len(outputs)] for dy in each])
 
-    def _host(self) -> Host:
-        """From an idle GPU, so that no full launch queue makes the host wait; medians."""
+    def host(self) -> Host:
+        """What the host needs, from an idle GPU, so that no full launch queue makes it wait; medians of a few calls.
+
+        A host changes its pace by the second, so that recipes can be compared only visit by visit.
+        """
         one = self._clock_host(1)
         count = len(self._modules)
         if count == 1:
@@ -330,4 +335,3 @@ class ModuleBench:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
