@@ -48,6 +48,10 @@ QUANTIZATION = ("quantize", "amax", "hadamard", "scale")
 """The buckets that exist only because a recipe quantizes."""
 
 
+IDLE_CAUSES = ("launch-starved", "data", "synchronization", "other")
+"""Why the GPU ran nothing; `analyze.idle` says what each means."""
+
+
 class ReportError(ValueError):
     """A report file that cannot be read."""
 
@@ -204,6 +208,10 @@ class Ledger:
     """Names in the bucket `other`, longest time first."""
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Each bucket's time in each traced step [ms]; `buckets` are their means."""
+    idle_parts: dict[str, Figure] = field(default_factory=dict)
+    """`idle` by cause (of `IDLE_CAUSES`); the parts sum to it. Empty: `idle_note` says why there is no split."""
+    idle_note: str = ""
+    """What `idle_parts` leaves open, or why there are none."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lowprec_callback.analyze.idle import idle_parts
 from lowprec_callback.analyze.intervals import split_by_priority
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.traceview import TraceView
@@ -99,14 +100,17 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
         note = (
             f"On a CPU tracing stretches the operators themselves: the traced step took {traced_ms:.1f} ms, "
             f"the timed one {wall.value:.1f} ms. So every part of the traced step is scaled by {scale:.3f}: "
-            f"shares are measured, milliseconds estimated. Idle is time in no operator (Python, framework)."
+            f"shares are measured, milliseconds estimated. Idle is time in no operator (Python, framework): "
+            f"nothing is launched there, so it is not split."
         )
     both = (*facts, *wall.facts)
+    idle_figure = Figure(idle, "ms", derived, facts=both)
+    causes = idle_parts(views, idle_figure, on_cpu)
     return (
         Ledger(
             wall=wall,
             buckets={bucket: Figure(time, "ms", origin, n=len(views), facts=facts) for bucket, time in times.items()},
-            idle=Figure(idle, "ms", derived, facts=both),
+            idle=idle_figure,
             residual=Figure(residual, "ms", derived, facts=both),
             busy=Figure(busy, "ms", origin, n=len(views), facts=facts),
             complete=not complaints,
@@ -114,6 +118,8 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
             traced_wall=Figure(traced_ms, "ms", "measured", n=len(views), facts=facts),
             note=note,
             unknown_kernels=_unknown(views),
+            idle_parts=causes.figures,
+            idle_note=causes.note,
             steps={bucket: tuple(float(step[_RANK[bucket]]) for step in each) for bucket in BUCKETS},
         ),
         None,
