@@ -19,7 +19,19 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 
 from lowprec_callback.report import Report
-from lowprec_callback.show.sections import findings, foot, gap, gemms, ledger, memory, parts, recipes, top, verdict
+from lowprec_callback.show.sections import (
+    findings,
+    foot,
+    gap,
+    gemms,
+    ledger,
+    memory,
+    parts,
+    places,
+    recipes,
+    top,
+    verdict,
+)
 
 Section = Callable[[Report, int], list[RenderableType]]
 
@@ -30,6 +42,7 @@ SECTIONS: tuple[Section, ...] = (
     gap.gaps,
     findings.findings,
     ledger.ledgers,
+    places.places,
     verdict.verdicts,
     memory.memory,
     foot.scales,

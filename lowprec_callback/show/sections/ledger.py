@@ -45,6 +45,7 @@ def ledgers(report: Report, width: int) -> list[RenderableType]:
         *parts.stacked(*tables),
         *notes.lines(),
         *_absent(kept),
+        *_hidden(kept),
         *parts.entries(remarks),
     ]
 
@@ -71,6 +72,15 @@ def _absent(recipes: Sequence[RecipeReport]) -> list[RenderableType]:
     if not recipes or not absent:
         return []
     return [parts.paragraph(f"No work seen in: {', '.join(absent)}.", style=parts.DIM)]
+
+
+def _hidden(recipes: Sequence[RecipeReport]) -> list[RenderableType]:
+    found = [(r.name, r.ledger.hidden_communication) for r in recipes if r.ledger and r.ledger.hidden_communication]
+    if not found:
+        return []
+    told = ", ".join(f"{name} {words.bare(figure)}" for name, figure in found)
+    text = f"Communication hidden under computation, no part of the sum, ms: {told}."
+    return [parts.paragraph(parts.Number(text, *(figure for _, figure in found), style=parts.DIM))]
 
 
 def _table(recipes: Sequence[RecipeReport], rows: Sequence[str], notes: Notes) -> Table:
