@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lowprec_callback.measure.host_calls import blocking, plain_name
 from lowprec_callback.range_names import Meaning, meaning
 
 Ints = NDArray[np.int64]
@@ -62,6 +63,35 @@ class Ranges:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """Calls in which the host was blocked, in columns of equal length. Times are nanoseconds."""
+
+    start: Ints
+    end: Ints
+    thread: Ints
+    name: Ints
+    """Index into `names`."""
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def blocked(calls: Waits, copy: Ints, work_end: Ints) -> Waits:
+    """Those of `calls` in which the host really was blocked (see `host_calls.blocking`), without version suffixes.
+
+    `copy` gives for each call the row of the GPU's work that it started, or `NONE`.
+    """
+    kinds = [blocking(name) for name in calls.names]
+    always = np.array([kind == "always" for kind in kinds], dtype=bool)
+    maybe = np.array([kind == "if it ends after its copy" for kind in kinds], dtype=bool)
+    done = work_end[copy] if len(work_end) else copy
+    kept = always[calls.name] | (maybe[calls.name] & (copy != NONE) & (calls.end >= done)) if len(calls) else always[:0]
+    names = [plain_name(name) for name in calls.names]
+    return Waits(calls.start[kept], calls.end[kept], calls.thread[kept], calls.name[kept], names)
+
+
+@dataclass(frozen=True)
 class Capture:
     """What one file of a profiler holds."""
 
@@ -87,6 +117,8 @@ class Capture:
     """Allow-listed environment variables, and no others."""
     complaints: tuple[str, ...] = ()
     """What is missing from the capture, and what that costs, as sentences."""
+    waits: Waits | None = None
+    """The host's waits. None: the capture does not hold them."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +145,9 @@ class Projection:
     phases: Sequence[str]
     meanings: Sequence[Meaning]
     """One for each of `Capture.range_names`."""
+    wait_place: Ints
+    """For each of `Capture.waits` an index into `places`, and below into `phases`."""
+    wait_phase: Ints
 
 
 def compact(column: Ints) -> tuple[Ints, Ints]:
@@ -180,11 +215,19 @@ def project(capture: Capture) -> Projection:
     tree = _Tree(capture.ranges, kind_of[capture.ranges.name] if len(meanings) else capture.ranges.name)
     work = capture.work
     place = tree.innermost(work.thread, work.launch)
+    waits = capture.waits
+    nobody = np.zeros(0, dtype=np.int64)
+    wait_place = tree.innermost(waits.thread, waits.start) if waits is not None else nobody
     places = [_resolve(stack, kinds) for stack in tree.stacks]
     if not capture.knows_operators:
         places, place = _surround_attention(capture, kinds, kind_of, places, place)
-    phases, phase = _phases(capture, kinds, kind_of, places, place)
-    return Projection(places, place, phase, phases, meanings)
+    launched = _Instants(np.where(work.launch == NONE, NONE, work.process), work.launch, place)
+    phases, phase = _phases(capture, kinds, kind_of, places, launched)
+    wait_phase = nobody
+    if waits is not None:
+        waited = _Instants(capture.processes[waits.thread], waits.start, wait_place)
+        _, wait_phase = _phases(capture, kinds, kind_of, places, waited)
+    return Projection(places, place, phase, phases, meanings, wait_place, wait_phase)
 
 
 def _resolve(stack: tuple[int, ...], kinds: Sequence[Meaning]) -> Place:
@@ -320,21 +363,30 @@ def _surround_attention(
     return [*places, *(replace(places[index], op=op, attention=True) for index in added)], changed
 
 
+@dataclass(frozen=True)
+class _Instants:
+    """Instants of the host: of a process (`NONE`: of no process that is known), and the place that was found."""
+
+    process: Ints
+    time: Ints
+    place: Ints
+
+
 def _phases(
-    capture: Capture, kinds: Sequence[Meaning], kind_of: Ints, places: Sequence[Place], place: Ints
+    capture: Capture, kinds: Sequence[Meaning], kind_of: Ints, places: Sequence[Place], instants: _Instants
 ) -> tuple[list[str], Ints]:
-    ranges, work = capture.ranges, capture.work
+    ranges = capture.ranges
     names = ["", *dict.fromkeys([kind.phase for kind in kinds if kind.phase] + ["forward", "backward"])]
     number = {name: index for index, name in enumerate(names)}
     direction = np.array([number[found.direction] for found in places], dtype=np.int64)
-    phase = direction[place]
+    phase = direction[instants.place]
     told = np.array([number[kind.phase] for kind in kinds], dtype=np.int64)
     rows = np.flatnonzero(told[kind_of[ranges.name]] > 0) if len(kinds) else np.zeros(0, dtype=np.int64)
     rows = rows[np.argsort(ranges.start[rows], kind="stable")]
     for process in np.unique(capture.processes[ranges.thread[rows]]):
         mine = rows[capture.processes[ranges.thread[rows]] == process]
-        launched = np.flatnonzero((work.launch != NONE) & (work.process == process))
-        at = np.searchsorted(ranges.start[mine], work.launch[launched], side="right") - 1
-        inside = (at >= 0) & (work.launch[launched] <= ranges.end[mine[at]])
-        phase[launched[inside]] = told[kind_of[ranges.name[mine[at[inside]]]]]
+        here = np.flatnonzero(instants.process == process)
+        at = np.searchsorted(ranges.start[mine], instants.time[here], side="right") - 1
+        inside = (at >= 0) & (instants.time[here] <= ranges.end[mine[at]])
+        phase[here[inside]] = told[kind_of[ranges.name[mine[at[inside]]]]]
     return names, phase

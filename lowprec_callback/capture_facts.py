@@ -19,7 +19,18 @@ from lowprec_callback.capture_error import CaptureError
 from lowprec_callback.capture_recipe import FP8, fp8_card, infer
 from lowprec_callback.capture_steps import Steps, find_steps
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Environment, Fact, GemmKernels, Imported, Problem, StepTime, Trace
+from lowprec_callback.recording import (
+    End,
+    Environment,
+    Fact,
+    GemmKernels,
+    HostPhases,
+    HostWaits,
+    Imported,
+    Problem,
+    StepTime,
+    Trace,
+)
 
 TRACED_STEPS = 8
 TRACED_KERNELS = 12_000
@@ -209,6 +220,7 @@ def _trace(capture: Capture, projection: Projection, steps: Steps, step: int, re
     names, labels = _Labels(), _Labels("")
     place = projection.place[rows]
     launch = np.where(work.launch[rows] == NONE, np.nan, (work.launch[rows] - begin) / 1e3)
+    host = _Host(begin, int(steps.end[step]), int(work.process[rows[0]]) if len(rows) else NONE)
     return Trace(
         recipe=recipe,
         step=int(steps.number[step]),
@@ -223,8 +235,59 @@ def _trace(capture: Capture, projection: Projection, steps: Steps, step: int, re
         op=labels.of([found.op for found in places], place),
         phase=labels.of(projection.phases, projection.phase[rows]),
         names=names.texts(),
+        waits=_waits(capture, projection, host, labels),
+        phases=_host_phases(capture, projection, host),
         labels=labels.texts(),
         source=capture.tool,
+    )
+
+
+@dataclass(frozen=True)
+class _Host:
+    """One step of one process [ns]."""
+
+    begin: int
+    end: int
+    process: int
+
+    def us(self, times: Ints) -> tuple[float, ...]:
+        """Microseconds since the step began."""
+        return tuple(((times - self.begin) / 1e3).tolist())
+
+
+def _waits(capture: Capture, projection: Projection, host: _Host, labels: _Labels) -> HostWaits | None:
+    """The host's waits that reach into the step, on threads that launch something. `labels` grows."""
+    waits = capture.waits
+    if waits is None:
+        return None
+    here = (capture.processes[waits.thread] == host.process) & np.isin(waits.thread, np.unique(capture.work.thread))
+    rows = np.flatnonzero(here & (waits.start < host.end) & (waits.end > host.begin))
+    rows = rows[np.argsort(waits.start[rows], kind="stable")]
+    names, place = _Labels(), projection.wait_place[rows]
+    return HostWaits(
+        name=names.of(waits.names, waits.name[rows]),
+        names=names.texts(),
+        start_us=host.us(waits.start[rows]),
+        duration_us=tuple(((waits.end[rows] - waits.start[rows]) / 1e3).tolist()),
+        module=labels.of([found.module for found in projection.places], place),
+        op=labels.of([found.op for found in projection.places], place),
+        phase=labels.of(projection.phases, projection.wait_phase[rows]),
+    )
+
+
+def _host_phases(capture: Capture, projection: Projection, host: _Host) -> HostPhases | None:
+    """The ranges of phases that reach into the step; None if the capture has none at all."""
+    ranges = capture.ranges
+    told = np.array([bool(found.phase) for found in projection.meanings], dtype=bool)
+    if not len(ranges) or not told.any():
+        return None
+    here = told[ranges.name] & (capture.processes[ranges.thread] == host.process)
+    rows = np.flatnonzero(here & (ranges.start < host.end) & (ranges.end > host.begin))
+    rows = rows[np.argsort(ranges.start[rows], kind="stable")]
+    return HostPhases(
+        name=tuple(projection.meanings[ranges.name[row]].phase for row in rows),
+        start_us=host.us(ranges.start[rows]),
+        end_us=host.us(ranges.end[rows]),
     )
 
 

@@ -30,8 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_callback.capture import NONE, Capture, Ints, Ranges, Work, compact, join
+from lowprec_callback.capture import NONE, Capture, Ints, Ranges, Waits, Work, blocked, compact, join
 from lowprec_callback.capture_error import CaptureError
+from lowprec_callback.measure.host_calls import blocking
 
 TABLE_OF = {
     **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), "gpu"),
@@ -56,6 +57,7 @@ _DEVICE = re.compile(rb'"deviceProperties"\s*:\s*\[')
 _COLUMNS = {
     "host": ("start", "end", "thread", "name"),
     "launch": ("start", "thread", "id"),
+    "wait": ("start", "end", "thread", "id", "name"),
     "gpu": ("start", "end", "stream", "device", "id", "name"),
 }
 
@@ -77,7 +79,7 @@ class _Part:
     def add(self, events: Sequence[Any]) -> None:
         """Take in some events."""
         self.events += len(events)
-        sorted_out: dict[str | None, list[Any]] = {table: [] for table in (None, *_COLUMNS)}
+        sorted_out: dict[str | None, list[Any]] = {table: [] for table in (None, *TABLE_OF.values())}
         append = {table: rows.append for table, rows in sorted_out.items()}
         table_of = TABLE_OF.get
         for event in _dicts(events):
@@ -86,6 +88,10 @@ class _Part:
         self._keep("host", *_times(ts, duration), self._threads(pid, tid), _numbered(name, self.names))
         ts, pid, tid, args = _fields(sorted_out["launch"], "ts", "pid", "tid", "args")
         self._keep("launch", _times(ts, ts)[0], self._threads(pid, tid), _argument(args, "correlation", NONE))
+        waiting = [event for event in sorted_out["launch"] if "dur" in event and blocking(event.get("name", ""))]
+        ts, duration, pid, tid, args, name = _fields(waiting, "ts", "dur", "pid", "tid", "args", "name")
+        called = _argument(args, "correlation", NONE)
+        self._keep("wait", *_times(ts, duration), self._threads(pid, tid), called, _numbered(name, self.names))
         ts, duration, args, name = _fields(sorted_out["gpu"], "ts", "dur", "args", "name")
         told = [_argument(args, key, other) for key, other in (("stream", 0), ("device", 0), ("correlation", NONE))]
         self._keep("gpu", *_times(ts, duration), *told, _numbered(name, self.names))
@@ -195,6 +201,7 @@ def read_trace(file: Path) -> Capture:
     gpu = {name: part.column("gpu", name) for name in _COLUMNS["gpu"]}
     host = {name: part.column("host", name) for name in _COLUMNS["host"]}
     launch = {name: part.column("launch", name) for name in _COLUMNS["launch"]}
+    wait = {name: part.column("wait", name) for name in _COLUMNS["wait"]}
     if not len(gpu["start"]):
         lost = " before it was cut off" if cut else ""
         raise CaptureError(
@@ -212,6 +219,9 @@ def read_trace(file: Path) -> Capture:
     nobody = np.zeros(len(gpu["id"]), dtype=np.int64)
     call = join(gpu["id"], nobody, launch["id"], np.zeros(len(launch["id"]), dtype=np.int64))
     linked = call != NONE
+    called = join(wait["id"], np.zeros(len(wait["id"]), dtype=np.int64), gpu["id"], nobody)
+    wait_values, wait_name = compact(wait["name"])
+    calls = Waits(wait["start"], wait["end"], wait["thread"], wait_name, [names[value] for value in wait_values])
     time, thread = (launch[name] if len(call) and linked.any() else np.full(1, NONE) for name in ("start", "thread"))
     return Capture(
         tool="torch.profiler",
@@ -232,6 +242,7 @@ def read_trace(file: Path) -> Capture:
         processes=np.zeros(len(part.threads), dtype=np.int64),
         knows_operators=True,
         complaints=tuple(complaints),
+        waits=blocked(calls, called, gpu["end"]) if len(launch["start"]) else None,
         **_gpu(header),
     )
 

@@ -29,9 +29,10 @@ from urllib.parse import quote
 import numpy as np
 
 from lowprec_callback import sqlite_columns
-from lowprec_callback.capture import NONE, Capture, Ints, Ranges, Work, compact, join
+from lowprec_callback.capture import NONE, Capture, Ints, Ranges, Waits, Work, blocked, compact, join
 from lowprec_callback.capture_error import CaptureError
 from lowprec_callback.measure.device import ALLOWED_VARIABLES
+from lowprec_callback.measure.host_calls import blocking
 from lowprec_callback.sqlite_columns import Unusual
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -175,20 +176,23 @@ def _read(file: Path, db: sqlite3.Connection) -> Capture:
     if not tables.has(STRINGS, "id", "value"):
         raise CaptureError(f"{file}: the table {STRINGS} is missing, so no kernel has a name: nothing can be concluded")
     complaints: list[str] = []
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    with ThreadPoolExecutor(max_workers=4) as pool:
         raw_work = pool.submit(_own, file, tables, _fetch_work)
         raw_calls = pool.submit(_own, file, tables, _fetch_calls)
         raw_ranges = pool.submit(_own, file, tables, _fetch_ranges)
+        raw_waits = pool.submit(_own, file, tables, _fetch_waits)
         work, name_ids = raw_work.result()
         call_time, call_tid, call_id = raw_calls.result()
         ranges: _Ranges = raw_ranges.result()
+        waits: _Waits | None = raw_waits.result()
     if not len(work["start"]):
         raise CaptureError(
             f"{file}: the capture window holds no GPU kernel (the table {KERNELS} is empty), so nothing can be "
             "concluded; was any work done between torch.cuda.profiler.start() and stop()?"
         )
-    threads, thread_of = compact(np.concatenate([call_tid, ranges.tid]))
-    call_thread, range_thread = thread_of[: len(call_tid)], thread_of[len(call_tid) :]
+    wait_tid = waits.tid if waits is not None else np.zeros(0, dtype=np.int64)
+    threads, thread_of = compact(np.concatenate([call_tid, ranges.tid, wait_tid]))
+    call_thread, range_thread, wait_thread = np.split(thread_of, np.cumsum([len(call_tid), len(ranges.tid)]))
     _, process_of = compact(np.concatenate([threads >> PROCESS_BITS, work["pid"] >> PROCESS_BITS]))
     of_threads, of_work = process_of[: len(threads)], process_of[len(threads) :]
     call = join(work["id"], of_work, call_id, of_threads[call_thread] if len(call_id) else call_id)
@@ -234,6 +238,7 @@ def _read(file: Path, db: sqlite3.Connection) -> Capture:
         processes=of_threads,
         numbers=ranges.payloads,
         complaints=tuple(complaints),
+        waits=None if waits is None else _blocked(waits, wait_thread, of_threads, (work["id"], of_work, work["end"])),
         **_gpu(db, tables),
         variables=_variables(db, tables),
     )
@@ -341,6 +346,40 @@ def _fetch_calls(file: Path, db: sqlite3.Connection, tables: _Tables) -> tuple[I
         only = _Only("nameId", tuple(key for key, name in _call_names(db) if _IDLE_CALL.match(name)), keep=False)
     (start, tid, correlation), *_ = _columns(file, db, CALLS, ["start", "globalTid", "correlationId"], only)
     return start, tid, correlation
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """Calls in which the host may be blocked."""
+
+    start: Ints
+    end: Ints
+    tid: Ints
+    id: Ints
+    name: Ints
+    """Index into `names`."""
+    names: list[str]
+
+
+def _fetch_waits(file: Path, db: sqlite3.Connection, tables: _Tables) -> _Waits | None:
+    """None: the export does not hold them."""
+    wanted = ["start", "end", "globalTid", "correlationId", "nameId"]
+    if not tables.has(CALLS, *wanted) or not tables.has(STRINGS, "id", "value"):
+        return None
+    names = {key: name for key, name in _call_names(db) if blocking(name)}
+    nothing = np.zeros(0, dtype=np.int64)
+    if not names:
+        return _Waits(nothing, nothing, nothing, nothing, nothing, [])
+    (start, end, tid, called, name), *_ = _columns(file, db, CALLS, wanted, _Only("nameId", tuple(names)))
+    values, index = compact(name)
+    return _Waits(start, np.maximum(end, start), tid, called, index, [names[int(value)] for value in values])
+
+
+def _blocked(waits: _Waits, thread: Ints, processes: Ints, work: tuple[Ints, Ints, Ints]) -> Waits:
+    """`work` is the correlation id, the process and the end of everything that the GPU did."""
+    work_id, work_process, work_end = work
+    copy = join(waits.id, processes[thread] if len(thread) else thread, work_id, work_process)
+    return blocked(Waits(waits.start, waits.end, thread, waits.name, waits.names), copy, work_end)
 
 
 _IDLE_CALL = re.compile(

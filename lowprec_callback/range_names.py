@@ -57,6 +57,8 @@ _ANY_STEP = re.compile(
     r"|\[pl\]\[(?:profile|module)\]run_training_batch|(?:global|optimizer)[ _]step[ _#:=.-]*(?P<other>\d+)?"
 )
 _OPTIMIZER = re.compile(r"Optimizer\.step#\w+\.step")
+_DATA = re.compile(r"enumerate\(DataLoader\)#\S+__next__|\[pl\]\[\w+\]\S*(?:train_dataloader_next|batch_to_device)")
+"""The ranges of PyTorch's DataLoader and of Lightning's profiler in which the next batch is fetched."""
 _EMIT_NVTX = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
 
 
@@ -147,4 +149,4 @@ def _other(text: str) -> Meaning:
     op = _EMIT_NVTX.sub("", text)
     if op.startswith("autograd::engine::evaluate_function: "):
         return Meaning(direction="backward", op=op)
-    return Meaning(op=op, optimizer=_OPTIMIZER.fullmatch(op) is not None)
+    return Meaning(op=op, phase="data" if _DATA.fullmatch(op) else "", optimizer=_OPTIMIZER.fullmatch(op) is not None)

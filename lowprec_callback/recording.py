@@ -340,6 +340,37 @@ class Clocks(Fact):
 
 
 @dataclass(frozen=True)
+class HostWaits:
+    """Calls in which the host was blocked until the GPU, or a copy, was done: in columns of equal length.
+
+    Times are microseconds since the step began.
+    """
+
+    names: tuple[str, ...]
+    """Distinct names of calls (`cudaStreamSynchronize`); `name` indexes it."""
+    name: tuple[int, ...]
+    start_us: tuple[float, ...]
+    duration_us: tuple[float, ...]
+    module: tuple[int, ...]
+    """Index into the `labels` of the `Trace`, like `op` and `phase`: where the host waited."""
+    op: tuple[int, ...]
+    phase: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostPhases:
+    """The phases of the step as the host went through them: in columns of equal length, by beginning.
+
+    Times are microseconds since the step began. Between them the host is in none.
+    """
+
+    name: tuple[str, ...]
+    """data, forward, backward, optimizer."""
+    start_us: tuple[float, ...]
+    end_us: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Trace(Fact):
     """One traced step: every GPU kernel (on a CPU: every operator's own time), in columns of equal length.
 
@@ -369,6 +400,12 @@ class Trace(Fact):
     expected_gemms: int | None = None
     """Linear-layer GEMM calls that the operand witness counted in an equal step."""
     source: str = "torch.profiler"
+    waits: HostWaits | None = None
+    """The user's own waits, without ours at the step's ends. None: not recorded."""
+    phases: HostPhases | None = None
+    """None: not recorded."""
+    host_end_us: float | None = None
+    """When the host was done with the step, and only our own wait for the GPU was left. None: we did not wait."""
 
 
 @dataclass(frozen=True)

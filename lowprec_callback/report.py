@@ -48,6 +48,10 @@ QUANTIZATION = ("quantize", "amax", "hadamard", "scale")
 """The buckets that exist only because a recipe quantizes."""
 
 
+IDLE_CAUSES = ("launch-starved", "data", "synchronization", "other")
+"""Why the GPU ran nothing; `analyze.idle` says what each means."""
+
+
 class ReportError(ValueError):
     """A report file that cannot be read."""
 
@@ -188,6 +192,20 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class PlaceTime:
+    """The busy time of one place in the model and one kind of work, a step."""
+
+    operation: str
+    """Module path with its layer indices collapsed (`layers.*.mlp.fc1`); the empty text: in no module."""
+    where: str
+    """The role of a linear layer's GEMM, else the phase of the step; the empty text: not known."""
+    bucket: str
+    ms: Figure
+    kernels: float
+    """Kernels a traced step, on average; on a CPU stretches of operators."""
+
+
+@dataclass(frozen=True)
 class Ledger:
     """One step's wall time, split without gaps or overlaps: wall = sum of buckets + idle + residual (ms)."""
 
@@ -204,6 +222,15 @@ class Ledger:
     """Names in the bucket `other`, longest time first."""
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Each bucket's time in each traced step [ms]; `buckets` are their means."""
+    idle_parts: dict[str, Figure] = field(default_factory=dict)
+    """`idle` by cause (of `IDLE_CAUSES`); the parts sum to it. Empty: `idle_note` says why there is no split."""
+    places: tuple[PlaceTime, ...] = ()
+    """`busy` by place and bucket, the most first: every instant belongs to one kernel, so they sum to `busy`."""
+    hidden_communication: Figure | None = None
+    """Communication that ran while computation did [ms]: no part of the sum, in which the bucket `communication` is
+    what was exposed. None: no communication was seen."""
+    idle_note: str = ""
+    """What `idle_parts` leaves open, or why there are none."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
-from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, phase_range, step_range
+from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
 from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role
@@ -386,7 +386,8 @@ class Sweep:
 
     def _close_step(self) -> None:
         if self._traced_step is not None and self._step_range is not None:
-            synchronize(self.engine.device)
+            with own_range("synchronize"):
+                synchronize(self.engine.device)
         self.phase("")
         if self._step_range is not None:
             self._step_range.__exit__(None, None, None)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.capture import NONE, Capture, Ranges, Work, compact, join, project
+from lowprec_callback.capture import NONE, Capture, Ranges, Waits, Work, blocked, compact, join, project
 from lowprec_callback.capture_error import CaptureError
 from lowprec_callback.capture_facts import TRACED_STEPS, facts_of
 from lowprec_callback.capture_steps import find_steps
 from lowprec_callback.recipes import load_cards
-from lowprec_callback.recording import GemmKernels, Imported, Problem, Recording, StepTime, Trace
+from lowprec_callback.recording import GemmKernels, HostPhases, Imported, Problem, Recording, StepTime, Trace
 
 numbers = st.lists(st.integers(-3, 40), max_size=60)
 
@@ -102,6 +102,49 @@ def capture(
         knows_operators=True,
         **more,
     )
+
+
+def waits(names: list[str], rows: list[tuple[int, int, int, int]]) -> Waits:
+    """(start, end, thread, index of the name)."""
+    columns = [np.array([row[i] for row in rows], dtype=np.int64) for i in range(4)]
+    return Waits(*columns, names)
+
+
+def test_a_copy_blocks_the_host_if_its_call_ends_after_it() -> None:
+    names = ["cudaStreamSynchronize_v3020", "cudaMemcpyAsync_v3020", "cudaLaunchKernel_v7000"]
+    rows = [(0, 5, 0, 0), (10, 20, 0, 1), (30, 35, 0, 1), (40, 60, 0, 1), (70, 80, 0, 2)]
+    copy = np.array([NONE, 0, 1, NONE, 2])
+    kept = blocked(waits(names, rows), copy, np.array([20, 40, 75]))
+    assert kept.start.tolist() == [0, 10]
+    assert [kept.names[i] for i in kept.name] == ["cudaStreamSynchronize", "cudaMemcpyAsync"]
+    assert len(blocked(waits([], []), copy[:0], copy[:0])) == 0
+
+
+def test_waits_and_phases_of_a_step() -> None:
+    ranges = [
+        (0, 1000, 0, "!bf16 step"),
+        (0, 100, 0, "!data"),
+        (100, 400, 0, "!forward"),
+        (150, 300, 0, "!module|forward|mlp"),
+        (1000, 2000, 0, "!bf16 step"),
+        (1000, 1100, 0, "!data"),
+    ]
+    made = capture([("k", 120, 220, 110, 0), ("k", 1120, 1220, 1110, 0)], ranges)
+    made = replace(
+        made, waits=waits(["cudaStreamSynchronize"], [(200, 260, 0, 0), (210, 260, 1, 0), (900, 1050, 0, 0)])
+    )
+    first, second = facts(made).of(Trace)
+    assert first.waits is not None
+    assert (first.waits.start_us, first.waits.duration_us) == ((0.2, 0.9), (0.06, 0.15))
+    assert [first.labels[i] for i in first.waits.module] == ["mlp", ""]
+    assert [first.labels[i] for i in first.waits.phase] == ["forward", ""]
+    assert first.phases == HostPhases(("data", "forward"), (0.0, 0.1), (0.1, 0.4))
+    assert second.waits is not None
+    assert second.waits.start_us == (-0.1,)
+    assert second.phases == HostPhases(("data",), (0.0,), (0.1,))
+    assert first.host_end_us is None
+    silent = facts(capture([("k", 120, 220, 110, 0)], [(0, 1000, 0, "!bf16 step")])).of(Trace)[0]
+    assert (silent.waits, silent.phases) == (None, None)
 
 
 def facts(found: Capture, recipe: str | None = None) -> Recording:

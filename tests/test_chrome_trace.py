@@ -39,7 +39,8 @@ def h200() -> Capture:
 
 
 def columns(capture: Capture) -> dict[str, list[Any]]:
-    work, ranges = capture.work, capture.ranges
+    work, ranges, waits = capture.work, capture.ranges, capture.waits
+    assert waits is not None
     names = [capture.work_names[i] for i in work.name]
     told = [
         (capture.range_names[i], int(s), int(e)) for i, s, e in zip(ranges.name, ranges.start, ranges.end, strict=True)
@@ -47,6 +48,9 @@ def columns(capture: Capture) -> dict[str, list[Any]]:
     return {
         "work": sorted(zip(names, work.start, work.end, work.launch, work.stream, strict=True)),
         "ranges": sorted(told),
+        "waits": sorted(
+            (waits.names[i], int(s), int(e)) for i, s, e in zip(waits.name, waits.start, waits.end, strict=True)
+        ),
     }
 
 
@@ -74,6 +78,21 @@ def test_the_real_trace(h200: Capture) -> None:
         ("Linear", "backward"): 48,
         ("LayerNormMLP", "backward"): 96,
     }
+
+
+def test_the_hosts_waits(h200: Capture, tmp_path: Path) -> None:
+    assert h200.waits is not None
+    assert [h200.waits.names[name] for name in h200.waits.name] == ["cudaDeviceSynchronize"] * 2
+    assert sorted((h200.waits.end - h200.waits.start).tolist()) == [3_939, 1_890_154]
+    loader = {"ph": "X", "cat": "user_annotation", "tid": 100, "ts": 1000, "dur": 4}
+    loader["name"] = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    called = {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "tid": 100, "ts": 1020, "dur": 9}
+    events = [event for event in TWO_STEPS if "phase|" not in event.get("name", "")]
+    made = facts(read_trace(write(tmp_path / "t.json", [*events, loader, called])), "fp8_current").of(Trace)[0]
+    assert made.waits is not None
+    assert (made.waits.names, made.waits.duration_us) == (("cudaStreamSynchronize",), (9.0,))
+    assert made.phases is not None
+    assert (made.phases.name, made.phases.end_us[0] - made.phases.start_us[0]) == (("data",), 4.0)
 
 
 def test_it_places_kernels_as_the_reader_inside_the_process_does(tmp_path: Path) -> None:

@@ -140,6 +140,25 @@ def test_calls_that_launch_are(call: str) -> None:
 # -- the real one ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schema", sorted(SCHEMAS))
+def test_the_hosts_waits(schema: str, tmp_path: Path) -> None:
+    export = Export(schema)
+    training(export, "bf16", 2)
+    export.call("cudaStreamSynchronize_v3020", 40 * US)
+    export.call("cudaEventQuery_v3020", 60 * US)
+    export.kernel("", 150 * US, 150 * US + 4, 3, table="MEMCPY", call="cudaMemcpyAsync_v3020")
+    export.kernel("", 160 * US, 170 * US, 3, table="MEMCPY", call="cudaMemcpyAsync_v3020")
+    found = read_export(export.write(tmp_path / "x.sqlite")).waits
+    assert found is not None
+    assert [found.names[name] for name in found.name] == ["cudaStreamSynchronize", "cudaMemcpyAsync"]
+    assert found.start.tolist() == [40 * US, 150 * US]
+    assert (found.end - found.start).tolist() == [10, 10]
+    bare = Export(schema)
+    training(bare, "bf16", 2)
+    without = read_export(bare.write(tmp_path / "y.sqlite", without=("CUPTI_ACTIVITY_KIND_RUNTIME",)))
+    assert without.waits is None
+
+
 def test_the_real_capture_finds_its_layers(h200: Path) -> None:
     capture = read_export(h200)
     assert (len(capture.work), len(capture.ranges)) == (312, 201)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lowprec_callback.analyze import findings_gemm, findings_step
+from lowprec_callback.analyze import findings_gemm, findings_idle, findings_step
 from lowprec_callback.analyze.finding_case import Case
 from lowprec_callback.report import Finding
 
 Found = Finding | list[Finding] | None
 
 CATALOGUE: dict[str, Callable[[Case], Found]] = {
-    "launch-bound": findings_step.find_launch_bound,
-    "data-wait": findings_step.find_data_wait,
+    "launch-bound": findings_idle.find_launch_bound,
+    "data-wait": findings_idle.find_data_wait,
+    "synchronization": findings_idle.find_synchronization,
     "communication-exposed": findings_step.find_communication,
     "optimizer-share": findings_step.find_optimizer,
     "*-dominates": findings_step.find_blind,

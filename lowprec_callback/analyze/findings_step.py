@@ -1,23 +1,18 @@
-"""Findings about the step around the GEMMs: the host, data, communication, optimizer, attention, and its timing."""
+"""Findings about the step around the GEMMs: communication, optimizer, attention, and its timing."""
 
 from __future__ import annotations
 
 import math
-import re
 
 from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share
+from lowprec_callback.analyze.findings_idle import FUSED_OPTIMIZER
 from lowprec_callback.analyze.gap import GEMMS, QUANTIZING, SLOWER
 from lowprec_callback.analyze.gemms import operation
-from lowprec_callback.analyze.provenance import lines_of
-from lowprec_callback.analyze.reading import IDLE_LOW, launch_bound
+from lowprec_callback.analyze.reading import launch_bound
 from lowprec_callback.analyze.slow_paths import UNFUSED, unfused_attention
 from lowprec_callback.analyze.statistics import is_different
 from lowprec_callback.analyze.traceview import KernelGroup
 from lowprec_callback.report import QUANTIZATION, Figure, Finding, RecipeReport
-
-WAIT = 0.10
-"""Share of the step from which the time before the first forward kernel is worth telling: below it, the host's own
-way through the training loop explains it."""
 
 EXPOSED = 0.02
 OPTIMIZER = 0.10
@@ -31,8 +26,6 @@ EATEN = 0.20
 NOISY = 0.01
 """Half-width of a speedup that shows no difference, from which it is noise; below, the two steps are equally fast."""
 
-_FUSED_OPTIMIZER = re.compile(r"(?i)fused|adamfunctor|sgdfunctor")
-
 BLIND_ADVICE = {
     "attention": "Shorten the attention itself (its kernel, the sequence length, packing), or expect no more than this "
     "ceiling",
@@ -43,88 +36,6 @@ BLIND_ADVICE = {
     "copy": "Find who copies by the operators in the trace; offloading to the host shows up here",
 }
 """Buckets of GPU work that no recipe changes, and what would."""
-
-
-def data_wait(case: Case) -> Figure:
-    """Host time from the step's begin to the first launch of its forward pass [ms], mean over the traced steps.
-
-    In it the batch is fetched and moved, and callbacks run. On a GPU it costs the step at most the idle time of its
-    ledger, because work that was launched before may cover it. With several micro-batches, only the first is seen.
-    """
-    waits: list[float] = []
-    for _, trace in case.traces:
-        labels = trace.labels
-        times = zip(trace.launch_us, trace.start_us, trace.phase, strict=False)
-        found = [
-            launch if math.isfinite(launch) else start for launch, start, phase in times if labels[phase] == "forward"
-        ]
-        if not found:
-            return Figure.missing("ms", "a traced step does not tell where its forward pass began")
-        waits.append(max(min(found), 0.0) / 1e3)
-    ledger, scale = case.part.ledger, case.stretch
-    if not waits or ledger is None or scale is None:
-        return Figure.missing("ms", case.part.no_ledger or "no traced step was recorded")
-    ms = math.fsum(waits) / len(waits) * scale
-    if not case.on_cpu:
-        if ledger.idle.value is None:
-            return Figure.missing("ms", ledger.idle.reason or "the GPU's idle time is not known")
-        ms = min(ms, ledger.idle.value)
-    facts = lines_of("trace", (line for line, _ in case.traces))
-    return Figure(ms, "ms", "estimated", n=len(waits), facts=facts)
-
-
-def find_data_wait(case: Case) -> Finding | None:
-    """The GPU has nothing to do because the batch is late."""
-    wait = data_wait(case)
-    part = share(wait.value, case.wall)
-    if part is None or wait.value is None or part < WAIT:
-        return None
-    what = "no layer runs" if case.on_cpu else "the GPU has no work of this step"
-    return case.found(
-        "data-wait",
-        wait,
-        f"{ms_text(wait.value)} ({part:.0%}) of the step pass before its forward pass begins to launch: the batch is "
-        "fetched and moved there, and callbacks run.",
-        [rests_on(f"first launch of the forward phase, before which {what}", wait)],
-        "Give the DataLoader more workers (num_workers, persistent_workers=True, pin_memory=True), and look at what "
-        "callbacks do between batches. No precision recipe shortens this.",
-    )
-
-
-def find_launch_bound(case: Case) -> Finding | None:
-    """The host cannot launch the step's kernels faster."""
-    part = case.part
-    if not launch_bound(part, case.on_cpu) or part.host_ms.value is None or not case.wall:
-        return None
-    idle = part.ledger.idle if part.ledger is not None else Figure.missing("ms", part.no_ledger or "no ledger")
-    beside = ""
-    wait = data_wait(case)
-    if idle.value is not None and wait.value is not None:
-        left = idle.value - wait.value
-        # What the host spends on the batch is no launching: see `find_data_wait`.
-        if left < IDLE_LOW * case.wall:
-            return None
-        idle, beside = idle.minus(wait), f", beside {ms_text(wait.value)} in which the batch is late"
-    evidence = [rests_on(f"host time of a step {ms_text(part.host_ms.value)} of {ms_text(case.wall)}", part.host_ms)]
-    if idle.value is not None:
-        evidence.append(rests_on(f"GPU idle {ms_text(idle.value)} a step{beside}", idle))
-    kernels, optimizer = case.launches(), case.launches(lambda group: group.bucket == "optimizer")
-    if kernels:
-        evidence.append(f"{kernels:.0f} kernels and copies a step")
-    graphs = "te.make_graphed_callables" if case.te else "torch.cuda.make_graphed_callables"
-    advice = [f"capture the layers as CUDA graphs ({graphs})", "or give each launch more work (a larger micro-batch)"]
-    fused = any(_FUSED_OPTIMIZER.search(g.name) for view in case.views for g in view.groups if g.bucket == "optimizer")
-    if kernels and optimizer >= 0.1 * kernels and not fused:
-        advice.append(f"or a fused optimizer ({optimizer:.0f} of {kernels:.0f} launches are the optimizer's)")
-    waits = f"the GPU is idle for {ms_text(idle.value)} of it" if idle.value is not None else "idle is not known"
-    return case.found(
-        "launch-bound",
-        idle,
-        f"The host needs {ms_text(part.host_ms.value)} to launch a step that takes {ms_text(case.wall)}; "
-        f"{waits}{beside}. Faster kernels cannot help.",
-        evidence,
-        f"{advice[0][0].upper()}{', '.join(advice)[1:]}.",
-    )
 
 
 def find_communication(case: Case) -> Finding | None:
@@ -172,7 +83,7 @@ def find_optimizer(case: Case) -> Finding | None:
         return None
     groups = [group for view in case.views for group in view.groups if group.bucket == "optimizer"]
     launches = case.launches(lambda group: group.bucket == "optimizer")
-    fused = any(_FUSED_OPTIMIZER.search(group.name) for group in groups)
+    fused = any(FUSED_OPTIMIZER.search(group.name) for group in groups)
     advice = "Accumulate more micro-batches a step, so that it runs less often a token."
     if groups and not fused and not case.on_cpu:
         advice = "Use a fused optimizer (fused=True, or te.optimizers.FusedAdam); no kernel of a fused one was seen."

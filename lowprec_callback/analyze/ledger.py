@@ -5,19 +5,29 @@
 `wall` comes from timed steps, with nothing attached; the buckets come from traced steps. On a GPU, tracing
 slows the host but not the kernels, so the two can be put together. On a CPU the "kernels" are the host's
 own operators, which tracing does stretch; there the split of the traced step is scaled to the timed one,
-and says so."""
+and says so.
+
+Every instant in which something runs is owned by exactly one kernel (`intervals.owned_lengths`), so busy time can be
+summed by bucket or by place in the model, and both sums are the same. What communication runs behind other work is
+owned by that: it is told beside the sum, never in it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lowprec_callback.analyze.intervals import split_by_priority
+from lowprec_callback.analyze.gemms import operation
+from lowprec_callback.analyze.idle import idle_parts
+from lowprec_callback.analyze.intervals import owned_lengths, union_length
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.traceview import TraceView
-from lowprec_callback.report import BUCKETS, Figure, Ledger, Origin
+from lowprec_callback.report import BUCKETS, Figure, Ledger, Origin, PlaceTime
+
+Floats = NDArray[np.float64]
 
 RESIDUAL_LIMIT = 0.01
 """Share of the step's wall time above which a residual makes the ledger incomplete."""
@@ -85,7 +95,8 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
     origin: Origin = "estimated" if on_cpu else "measured"
     derived: Origin = "estimated" if on_cpu else "derived"
     facts = lines_of("trace", (view.line for view in views))
-    each = [bucket_times(view) * scale for view in views]
+    shares = [owned(view) for view in views]
+    each = [_by_bucket(view, share) * scale for view, share in zip(views, shares, strict=True)]
     totals = np.sum(each, axis=0) / len(views)
     times = {bucket: float(totals[_RANK[bucket]]) for bucket in BUCKETS}
 
@@ -99,32 +110,87 @@ def ledger(views: Sequence[TraceView], wall: Figure, device_type: str) -> tuple[
         note = (
             f"On a CPU tracing stretches the operators themselves: the traced step took {traced_ms:.1f} ms, "
             f"the timed one {wall.value:.1f} ms. So every part of the traced step is scaled by {scale:.3f}: "
-            f"shares are measured, milliseconds estimated. Idle is time in no operator (Python, framework)."
+            f"shares are measured, milliseconds estimated. Idle is time in no operator (Python, framework): "
+            f"nothing is launched there, so it is not split."
         )
     both = (*facts, *wall.facts)
+    idle_figure = Figure(idle, "ms", derived, facts=both)
+    busy_figure = Figure(busy, "ms", origin, n=len(views), facts=facts)
+    causes = idle_parts(views, idle_figure, on_cpu)
     return (
         Ledger(
             wall=wall,
             buckets={bucket: Figure(time, "ms", origin, n=len(views), facts=facts) for bucket, time in times.items()},
-            idle=Figure(idle, "ms", derived, facts=both),
+            idle=idle_figure,
             residual=Figure(residual, "ms", derived, facts=both),
-            busy=Figure(busy, "ms", origin, n=len(views), facts=facts),
+            busy=busy_figure,
             complete=not complaints,
             complaints=tuple(complaints),
             traced_wall=Figure(traced_ms, "ms", "measured", n=len(views), facts=facts),
             note=note,
             unknown_kernels=_unknown(views),
+            places=_places(views, shares, scale, busy_figure),
+            hidden_communication=_hidden(views, shares, scale, busy_figure),
+            idle_parts=causes.figures,
+            idle_note=causes.note,
             steps={bucket: tuple(float(step[_RANK[bucket]]) for step in each) for bucket in BUCKETS},
         ),
         None,
     )
 
 
-def bucket_times(view: TraceView) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def bucket_times(view: TraceView) -> Floats:
     """Milliseconds of each bucket in one traced step, in the order of `PRIORITY`; they sum to the union."""
-    rank_of_group = np.array([_RANK.get(group.bucket, _RANK["other"]) for group in view.groups], dtype=np.intp)
-    ranks = rank_of_group[view.group] if len(view.groups) else view.group
-    return split_by_priority(view.start_ms, view.end_ms, ranks, len(PRIORITY))
+    return _by_bucket(view, owned(view))
+
+
+def owned(view: TraceView) -> Floats:
+    """Milliseconds of a traced step that each kernel owns: of several at once, the first of the first bucket."""
+    return owned_lengths(view.start_ms, view.end_ms, _ranks(view))
+
+
+def _ranks(view: TraceView) -> NDArray[np.intp]:
+    of_group = np.array([_RANK.get(group.bucket, _RANK["other"]) for group in view.groups], dtype=np.intp)
+    return of_group[view.group] if len(view.groups) else view.group
+
+
+def _by_bucket(view: TraceView, share: Floats) -> Floats:
+    return np.asarray(np.bincount(_ranks(view), weights=share, minlength=len(PRIORITY)), dtype=np.float64)
+
+
+def _places(views: Sequence[TraceView], shares: Sequence[Floats], scale: float, like: Figure) -> tuple[PlaceTime, ...]:
+    """The busy time by operation, role (else phase) and bucket: means over the traced steps, in ms as `like`."""
+    times: dict[tuple[str, str, str], float] = {}
+    kernels: dict[tuple[str, str, str], int] = {}
+    for view, share in zip(views, shares, strict=True):
+        per_group = np.bincount(view.group, weights=share, minlength=len(view.groups))
+        for group, ms in zip(view.groups, per_group.tolist(), strict=True):
+            bucket = group.bucket if group.bucket in _RANK else "other"
+            key = (operation(group.module) if group.module else "", group.role or group.phase, bucket)
+            times[key] = times.get(key, 0.0) + ms
+            kernels[key] = kernels.get(key, 0) + group.count
+    made = [
+        PlaceTime(*key, replace(like, value=ms * scale / len(views)), kernels[key] / len(views))
+        for key, ms in times.items()
+    ]
+    return tuple(
+        sorted(made, key=lambda place: (-round(place.ms.value or 0.0, 9), place.operation, place.where, place.bucket))
+    )
+
+
+def _costliest_first(place: PlaceTime) -> tuple[float, str, str, str]:
+    """Rounded, so that what rounding leaves of equal times decides nothing."""
+    return -round(place.ms.value or 0.0, 9), place.operation, place.where, place.bucket
+
+
+def _hidden(views: Sequence[TraceView], shares: Sequence[Floats], scale: float, like: Figure) -> Figure | None:
+    """Union of the communication kernels less what of it is exposed: mean over the traced steps, in ms as `like`."""
+    found, seen = 0.0, False
+    for view, share in zip(views, shares, strict=True):
+        rows = _ranks(view) == _RANK["communication"]
+        seen = seen or bool(rows.any())
+        found += max(union_length(view.start_ms[rows], view.end_ms[rows]) - float(share[rows].sum()), 0.0)
+    return replace(like, value=found * scale / len(views)) if seen else None
 
 
 def _missing_gemms(views: Sequence[TraceView], on_cpu: bool) -> list[str]:

@@ -14,22 +14,23 @@ import math
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lowprec_callback.measure.dispatch import AtenProduct, product_of
+from lowprec_callback.measure.host_calls import blocking, plain_name
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import ROLES, Role, Trace
+from lowprec_callback.recording import ROLES, HostPhases, HostWaits, Role, Trace
 
 PREFIX = "lowprec|"
 """Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
-`lowprec|gemm|ROLE|PATH`."""
+`lowprec|gemm|ROLE|PATH`, and `lowprec|own|WHAT` around what the step does only because it is traced."""
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -54,6 +55,11 @@ def module_range(scope: Scope) -> AbstractContextManager[Any]:
 def gemm_range(module: str, role: Role) -> AbstractContextManager[Any]:
     """One GEMM call of the library, for the linear layer `module`."""
     return record_function(f"{PREFIX}gemm|{role}|{module}")
+
+
+def own_range(what: str) -> AbstractContextManager[Any]:
+    """What the step does only because it is traced: no wait in it is the user's."""
+    return record_function(f"{PREFIX}own|{what}")
 
 
 class Tracer:
@@ -117,12 +123,15 @@ def read_events(
         if event["name"].startswith(f"{PREFIX}step|")
     )
     places = _Places(host)
+    calls = [event for category in LAUNCH_CATEGORIES for event in by_category[category]]
+    copies = {event["args"].get("correlation"): _end(event) for event in by_category["gpu_memcpy"] if "args" in event}
+    watch = _Host(places, _own(host), _waits(calls, copies, places, _own(host)) if on_gpu else None)
     if on_gpu:
         work = [_gpu_work(event, launches, places) for category in GPU_CATEGORIES for event in by_category[category]]
     else:
         work = list(places.own_times())
     work.sort(key=lambda item: item.start)
-    return [_trace(recipe, index, begin, end, work, expected_gemms) for index, begin, end in steps]
+    return [_trace(recipe, index, begin, end, work, expected_gemms, watch) for index, begin, end in steps]
 
 
 def read_gemm_kernels(events: Iterable[dict[str, Any]]) -> dict[tuple[str, Role], tuple[str, ...]]:
@@ -195,9 +204,14 @@ class _Places:
             if event["name"].startswith(f"{PREFIX}phase|"):
                 phases.append((event["ts"], event["ts"] + event["dur"], event["name"].split("|", 2)[2]))
             by_thread[event["tid"]].append(event)
-        self._phases = sorted(phases)
+        self.phases = sorted(phases)
+        """(begin, end, name) of the step's phases."""
         for thread, events in by_thread.items():
             self._segments[thread] = _segments(events)
+
+    def knows(self, thread: Any) -> bool:
+        """Whether any range or operator ran on the thread."""
+        return thread in self._segments
 
     def at(self, thread: Any, instant: float) -> _Place:
         """The place at an instant (microseconds) on a thread."""
@@ -225,9 +239,9 @@ class _Places:
         return place
 
     def _phase(self, instant: float) -> str:
-        position = _last_at_or_before(self._phases, (instant, math.inf, ""))
-        if position >= 0 and instant <= self._phases[position][1]:
-            return self._phases[position][2]
+        position = _last_at_or_before(self.phases, (instant, math.inf, ""))
+        if position >= 0 and instant <= self.phases[position][1]:
+            return self.phases[position][2]
         return ""
 
     def own_times(self) -> Iterable[_Work]:
@@ -293,6 +307,50 @@ def _launches(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     }
 
 
+class _Wait:
+    """One call in which the host was blocked."""
+
+    __slots__ = ("duration", "module", "name", "op", "phase", "start")
+
+    def __init__(self, name: str, start: float, duration: float, place: _Place) -> None:
+        self.name, self.start, self.duration = name, start, duration
+        self.module, self.op, self.phase = place.module, place.op, place.phase
+
+
+class _Host(NamedTuple):
+    """What the host did beside launching."""
+
+    places: _Places
+    own: list[tuple[float, float]]
+    """(begin, end) of what only the tracing does."""
+    waits: list[_Wait] | None
+
+
+def _own(host: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(event["ts"], _end(event)) for event in host if event["name"].startswith(f"{PREFIX}own|")]
+
+
+def _waits(
+    calls: Iterable[dict[str, Any]], copies: dict[Any, float], places: _Places, own: Sequence[tuple[float, float]]
+) -> list[_Wait]:
+    """The calls in which the host was blocked, in order of time, but for our own.
+
+    `copies` gives the end of each copy on the GPU by its correlation. Threads without ranges or operators of the
+    framework are left out: nobody trains there.
+    """
+    found = []
+    for event in calls:
+        kind = blocking(event["name"])
+        if kind is None or not places.knows(event["tid"]):
+            continue
+        if kind != "always" and _end(event) < copies.get(event.get("args", {}).get("correlation"), math.inf):
+            continue
+        if not any(begin <= event["ts"] < end for begin, end in own):
+            place = places.at(event["tid"], event["ts"])
+            found.append(_Wait(plain_name(event["name"]), event["ts"], event["dur"], place))
+    return sorted(found, key=lambda wait: wait.start)
+
+
 def _gpu_work(event: dict[str, Any], launches: dict[int, dict[str, Any]], places: _Places) -> _Work:
     args = event.get("args", {})
     launch = launches.get(args.get("correlation"))
@@ -307,7 +365,9 @@ def _gpu_work(event: dict[str, Any], launches: dict[int, dict[str, Any]], places
     )
 
 
-def _trace(recipe: str, index: int, begin: float, end: float, work: list[_Work], expected_gemms: int | None) -> Trace:
+def _trace(
+    recipe: str, index: int, begin: float, end: float, work: list[_Work], expected_gemms: int | None, host: _Host
+) -> Trace:
     inside = [item for item in work if begin <= item.start < end]
     names: dict[str, int] = {}
     labels: dict[str, int] = {"": 0}
@@ -321,6 +381,22 @@ def _trace(recipe: str, index: int, begin: float, end: float, work: list[_Work],
         return tuple(number(labels, getattr(item, field)) for item in inside)
 
     module, role, op, phase = (column(field) for field in ("module", "role", "op", "phase"))
+    own = [start for start, _ in host.own if begin <= start < end]
+    waits = None
+    if host.waits is not None:
+        waiting = [wait for wait in host.waits if begin <= wait.start < end]
+        calls: dict[str, int] = {}
+        waits = HostWaits(
+            name=tuple(number(calls, wait.name) for wait in waiting),
+            names=tuple(calls),
+            start_us=tuple(round(wait.start - begin, 3) for wait in waiting),
+            duration_us=tuple(round(wait.duration, 3) for wait in waiting),
+            module=tuple(number(labels, wait.module) for wait in waiting),
+            op=tuple(number(labels, wait.op) for wait in waiting),
+            phase=tuple(number(labels, wait.phase) for wait in waiting),
+        )
+    phases = [(name, max(start, begin), min(stop, end)) for start, stop, name in host.places.phases]
+    phases = [(name, start, stop) for name, start, stop in phases if start < stop]
     return Trace(
         recipe=recipe,
         step=index,
@@ -337,4 +413,13 @@ def _trace(recipe: str, index: int, begin: float, end: float, work: list[_Work],
         op=op,
         phase=phase,
         expected_gemms=expected_gemms,
+        waits=waits,
+        phases=HostPhases(
+            name=tuple(name for name, _, _ in phases),
+            start_us=tuple(round(start - begin, 3) for _, start, _ in phases),
+            end_us=tuple(round(stop - begin, 3) for _, _, stop in phases),
+        )
+        if phases
+        else None,
+        host_end_us=round(min(own) - begin, 3) if own else None,
     )

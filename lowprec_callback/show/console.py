@@ -19,7 +19,20 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 
 from lowprec_callback.report import Report
-from lowprec_callback.show.sections import findings, foot, gap, gemms, ledger, memory, parts, prediction, recipes, top, verdict
+from lowprec_callback.show.sections import (
+    findings,
+    foot,
+    gap,
+    gemms,
+    ledger,
+    memory,
+    parts,
+    places,
+    prediction,
+    recipes,
+    top,
+    verdict,
+)
 
 Section = Callable[[Report, int], list[RenderableType]]
 
@@ -30,6 +43,7 @@ SECTIONS: tuple[Section, ...] = (
     gap.gaps,
     findings.findings,
     ledger.ledgers,
+    places.places,
     prediction.prediction,
     verdict.verdicts,
     memory.memory,

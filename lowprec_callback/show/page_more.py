@@ -11,7 +11,7 @@ from rich.text import Text
 from lowprec_callback.recording import ROLES
 from lowprec_callback.report import RecipeReport, Report, VerdictRow
 from lowprec_callback.show import gemm_sums, words
-from lowprec_callback.show.sections import foot, gemms, ledger, parts, recipes, verdict
+from lowprec_callback.show.sections import foot, gemms, ledger, parts, places, recipes, verdict
 from lowprec_callback.show.sections.parts import Notes
 
 
@@ -50,6 +50,13 @@ def kernels(report: Report) -> list[More]:
         for recipe in _ran(report)
         if recipe.ledger is not None and recipe.ledger.unknown_kernels
     ]
+
+
+def place_rows(report: Report) -> list[More]:
+    """Every place of the ledger."""
+    inside = places.all_places(report)
+    title = f"Busy time by module, role and kind of work: all {places.count(report)} places"
+    return [More(title, inside)] if inside else []
 
 
 def verdict_rows(report: Report) -> list[More]:
@@ -140,6 +147,7 @@ def gemm_rows(report: Report) -> list[More]:
 MORE: dict[Callable[[Report, int], list[RenderableType]], Callable[[Report], list[More]]] = {
     recipes.signs: samples,
     ledger.ledgers: kernels,
+    places.places: place_rows,
     verdict.verdicts: verdict_rows,
     foot.scales: scale_rows,
     gemms.benchmark: gemm_rows,

@@ -207,7 +207,7 @@ def trace(recipe: str, kernels: Sequence[Kernel], wall_ms: float, step: int = 0,
         start_us=tuple(starts),
         duration_us=tuple(kernel.us for kernel in kernels),
         stream=tuple(kernel.stream for kernel in kernels),
-        launch_us=tuple(math.nan if index % 7 == 0 else start for index, start in enumerate(starts)),
+        launch_us=tuple(math.nan if index % 7 == 3 else start for index, start in enumerate(starts)),
         expected_gemms=expected,
         **columns,
     )

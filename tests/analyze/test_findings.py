@@ -23,6 +23,7 @@ from lowprec_callback.recording import (
     Fact,
     Gemm,
     GemmTime,
+    HostWaits,
     Loss,
     Memory,
     Plan,
@@ -179,6 +180,61 @@ def test_a_step_that_waits_for_data_alone_is_not_launch_bound() -> None:
 
 def test_a_wait_that_earlier_work_covers_costs_nothing() -> None:
     assert found(changed(gpu_facts(), lambda fact: late(fact, 5000.0)), "data-wait") is None
+
+
+def waiting(fact: Fact, op: str = "aten::_local_scalar_dense", wait_us: float = 1000.0) -> Fact:
+    """A trace whose host waits for the GPU at the end of its kernels, and goes on 5 ms later."""
+    if not isinstance(fact, Trace):
+        return fact
+    end = max(start + length for start, length in zip(fact.start_us, fact.duration_us, strict=True))
+    labels = (*fact.labels, "layers.1.mlp", "layers.2.mlp", op, "forward")
+    module, again, at, phase = range(len(fact.labels), len(labels))
+    waits = HostWaits(
+        names=("cudaStreamSynchronize",),
+        name=(0, 0),
+        start_us=(end - 1.0, end + 4000.0),
+        duration_us=(wait_us + 1.0, wait_us),
+        module=(module, again),
+        op=(at, at),
+        phase=(phase, phase),
+    )
+    return replace(fact, labels=labels, waits=waits)
+
+
+def test_synchronization() -> None:
+    one = found(changed(gpu_facts(speeds=SEED), waiting), "synchronization")
+    assert one is not None
+    ledger = report_of(changed(gpu_facts(speeds=SEED), waiting)).recipe("fp8_delayed").ledger
+    assert ledger is not None
+    assert one.ms == ledger.idle_parts["synchronization"]
+    assert "in aten::_local_scalar_dense (cudaStreamSynchronize) in layers.*.mlp, the forward phase." in one.sentence
+    assert "behind 2 a step" in one.evidence[1]
+    assert ".item()" in one.advice
+    assert found(changed(gpu_facts(speeds=SEED), lambda fact: waiting(fact, "aten::nonzero")), "synchronization")
+    bound = found(changed(gpu_facts(speeds=SEED), waiting), "launch-bound")
+    assert bound is None or "behind waits of the host" in bound.sentence
+
+
+def test_a_wait_that_the_gpu_works_through_is_no_finding() -> None:
+    def early(fact: Fact) -> Fact:
+        made = waiting(fact)
+        if not isinstance(made, Trace) or made.waits is None:
+            return made
+        return replace(made, waits=replace(made.waits, start_us=(100.0, 300.0), duration_us=(100.0, 100.0)))
+
+    assert found(changed(gpu_facts(speeds=SEED), early), "synchronization") is None
+    assert found(gpu_facts(speeds=SEED), "synchronization") is None
+    assert found(changed(cpu_facts(), waiting), "synchronization", "fp32") is None
+
+
+@pytest.mark.parametrize(
+    ("op", "advice"),
+    [("aten::nonzero", "torch.where"), ("aten::copy_", "non_blocking=True"), ("", "every n-th step")],
+)
+def test_the_advice_against_a_wait_fits_the_operator(op: str, advice: str) -> None:
+    one = found(changed(gpu_facts(speeds=SEED), lambda fact: waiting(fact, op)), "synchronization")
+    assert one is not None
+    assert advice in one.advice
 
 
 def test_data_wait_on_a_cpu_is_scaled_to_the_timed_step() -> None:
@@ -506,7 +562,7 @@ def test_ms_at_stake_sorts_and_what_is_missing_comes_last(parts: list[tuple[floa
         if ms is not None:
             ledger = report_of(PLAIN).recipe("bf16").ledger
             assert ledger is not None
-            idle = replace(ledger, wall=step, idle=Figure(ms, "ms"))
+            idle = replace(ledger, wall=step, idle=Figure(ms, "ms"), idle_parts={"launch-starved": Figure(ms, "ms")})
             case = replace(case, part=replace(case.part, ledger=idle))
         cases.append(case)
     made = findings(cases)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.analyze.intervals import split_by_priority, union_length
+from lowprec_callback.analyze.intervals import owned_lengths, split_by_priority, union_length
 
 Piece = tuple[int, int, int]
 pieces = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15), st.integers(0, 3)), max_size=14)
@@ -66,3 +67,25 @@ def test_fifty_thousand_kernels_are_quick() -> None:
     split_by_priority(start, start + 2 * rng.random(50_000), rng.integers(0, 14, 50_000), 14)
     # 0.02 s on a laptop; the bound leaves room for a busy machine.
     assert time.perf_counter() - begun < 1.0
+
+
+ranked = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5), st.integers(0, 3)), max_size=15)
+
+
+@given(ranked)
+def test_what_each_interval_owns_sums_to_its_ranks_share(rows: list[tuple[float, float, int]]) -> None:
+    start, end = [a for a, _, _ in rows], [a + length for a, length, _ in rows]
+    rank = [r for _, _, r in rows]
+    owned = owned_lengths(start, end, rank)
+    shares = split_by_priority(start, end, rank, 4)
+    for r, share in enumerate(shares):
+        assert math.fsum(owned[[i for i, each in enumerate(rank) if each == r]]) == pytest.approx(share, abs=1e-9)
+    assert (owned >= 0).all()
+    assert (owned <= np.array(end) - np.array(start) + 1e-9).all()
+
+
+def test_of_one_rank_the_first_to_begin_owns_the_overlap() -> None:
+    assert owned_lengths([0, 2, 1], [3, 6, 2], [1, 1, 0]).tolist() == [2, 3, 1]
+    assert owned_lengths([0, 0], [2, 2], [0, 0]).tolist() == [2, 0]
+    with pytest.raises(ValueError, match="ends before"):
+        owned_lengths([1], [0], [0])

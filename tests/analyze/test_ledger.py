@@ -38,6 +38,9 @@ kernels = st.lists(
     st.builds(
         Kernel,
         name=st.sampled_from(NAMES),
+        module=st.sampled_from(["", "layers.0.mlp", "layers.1.mlp", "head"]),
+        role=st.sampled_from(["", "fprop", "wgrad"]),
+        phase=st.sampled_from(["", "forward"]),
         us=st.floats(0, 3000),
         start=st.one_of(st.none(), st.floats(0, 9000)),
         stream=st.integers(0, 3),
@@ -63,6 +66,14 @@ def test_it_closes(steps: list[list[Kernel]], wall: float, traced: float, device
     assert found.residual.value is not None
     if abs(found.residual.value) > 0.01 * wall:
         assert not found.complete
+    assert math.fsum(place.ms.value or 0.0 for place in found.places) == pytest.approx(found.busy.value, abs=1e-9)
+    assert len({(place.operation, place.where, place.bucket) for place in found.places}) == len(found.places)
+    for bucket, figure in found.buckets.items():
+        there = math.fsum(place.ms.value or 0.0 for place in found.places if place.bucket == bucket)
+        assert there == pytest.approx(figure.value, abs=1e-9)
+    if found.idle_parts:
+        assert math.fsum(part.value or 0.0 for part in found.idle_parts.values()) == pytest.approx(found.idle.value)
+    assert bool(found.idle_parts) is (device == "cuda")
 
 
 def test_parts_of_a_plain_step() -> None:
@@ -89,6 +100,31 @@ def test_hidden_communication_costs_nothing() -> None:
     found = made([one([Kernel(GEMM, 4000.0), Kernel(NCCL, 3000.0, start=2000.0, stream=20)])])
     assert found.buckets["gemm"].value == pytest.approx(4.0)
     assert found.buckets["communication"].value == pytest.approx(1.0)
+
+
+def test_communication_that_computation_hides_is_told_beside_the_sum() -> None:
+    gathers = [Kernel(NCCL, 3000.0, start=2000.0, stream=20), Kernel(NCCL, 2000.0, start=3000.0, stream=21)]
+    found = made([one([Kernel(GEMM, 4000.0), *gathers]), one([Kernel(GEMM, 4000.0)])])
+    # From 2 to 5 ms anything communicates: 2 ms of it behind the GEMM in one step of two.
+    assert found.hidden_communication is not None
+    assert found.hidden_communication.value == pytest.approx(1.0)
+    assert found.buckets["communication"].value == pytest.approx(0.5)
+    assert found.busy.value == pytest.approx(4.5)
+    assert made([one([Kernel(GEMM, 4000.0)])]).hidden_communication is None
+
+
+def test_places_are_operations_in_a_role_or_a_phase() -> None:
+    layers = [Kernel(GEMM, 100.0, f"layers.{i}.mlp", "fprop", phase="forward") for i in range(3)]
+    casts = [Kernel(CAST, 10.0, f"layers.{i}.mlp", phase="forward") for i in range(3)]
+    found = made([one([*layers, *casts, Kernel(ADAM, 50.0, phase="optimizer")])])
+    rows = [(place.operation, place.where, place.bucket, place.kernels) for place in found.places]
+    assert rows == [
+        ("layers.*.mlp", "fprop", "gemm", 3.0),
+        ("", "optimizer", "optimizer", 1.0),
+        ("layers.*.mlp", "forward", "quantize", 3.0),
+    ]
+    assert [place.ms.value for place in found.places] == pytest.approx([0.3, 0.05, 0.03])
+    assert found.places[0].ms.facts == ("trace line 17",)
 
 
 def test_priority_is_gemm_first_then_copies_and_communication_last() -> None:

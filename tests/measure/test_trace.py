@@ -166,6 +166,51 @@ def test_a_trace_without_steps_or_without_work() -> None:
     assert (empty.step, empty.name, empty.names, empty.labels) == (3, (), (), ("",))
 
 
+def sync(name: str, ts: float, dur: float, tid: Any = MAIN, correlation: int = 50) -> dict[str, Any]:
+    args = {"correlation": correlation}
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def test_the_hosts_waits_and_phases_and_not_our_own_waits() -> None:
+    more = [
+        op("aten::item", 1019, 11),
+        sync("cudaMemcpyAsync", 1020, 4, correlation=51),
+        kernel("Memcpy DtoH (Device -> Pageable)", 51, 1021, 2, cat="gpu_memcpy"),
+        sync("cudaStreamSynchronize", 1025, 4),
+        sync("cudaMemcpyAsync", 1031, 1, correlation=52),
+        kernel("Memcpy HtoD (Pinned -> Device)", 52, 1036, 2, cat="gpu_memcpy"),
+        sync("cudaStreamSynchronize", 1060, 3, tid=999),
+        sync("cudaStreamWaitEvent", 1062, 3),
+        range_("own|synchronize", 1095, 4),
+        sync("cudaDeviceSynchronize", 1096, 2.5),
+    ]
+    first, second = read_events([*TWO_STEPS, *more], "fp8_current", on_gpu=True)
+    waits = first.waits
+    assert waits is not None
+    labels = first.labels
+    assert [waits.names[name] for name in waits.name] == ["cudaMemcpyAsync", "cudaStreamSynchronize"]
+    assert (waits.start_us, waits.duration_us) == ((20.0, 25.0), (4.0, 4.0))
+    assert [labels[i] for i in waits.op] == ["aten::item", "aten::item"]
+    assert [labels[i] for i in waits.module] == ["mlp", "mlp"]
+    assert [labels[i] for i in waits.phase] == ["forward", "forward"]
+    assert first.host_end_us == 95.0
+    assert first.phases is not None
+    assert first.phases.name == ("data", "forward", "backward", "optimizer")
+    assert (first.phases.start_us, first.phases.end_us) == ((0.0, 5.0, 40.0, 85.0), (5.0, 35.0, 80.0, 95.0))
+    assert second.waits is not None
+    assert (second.waits.name, second.phases, second.host_end_us) == ((), None, None)
+    (on_cpu, _) = read_events([*TWO_STEPS, *more], "fp32", on_gpu=False)
+    assert on_cpu.waits is None
+
+
+def test_a_real_trace_waits_once_at_its_end(h200: list[dict[str, Any]]) -> None:
+    begin, end = h200[0]["ts"], max(event["ts"] + event.get("dur", 0) for event in h200 if event.get("ph") == "X")
+    step = {"ph": "X", "cat": "user_annotation", "name": "lowprec|step|0", "tid": 533, "ts": begin, "dur": end - begin}
+    (found,) = read_events([*h200, step], "fp8_current", on_gpu=True)
+    assert found.waits is not None
+    assert [found.waits.names[name] for name in found.waits.name] == ["cudaDeviceSynchronize"] * 2
+
+
 def test_steps_come_in_order() -> None:
     events = [range_(f"step|{index}", 100 * index, 10) for index in (11, 2, 0)]
     assert [trace.step for trace in read_events(events, "x", on_gpu=True)] == [0, 2, 11]

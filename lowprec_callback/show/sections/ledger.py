@@ -8,13 +8,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_callback.report import BUCKETS, Figure, Ledger, RecipeReport, Report
+from lowprec_callback.report import BUCKETS, IDLE_CAUSES, Figure, Ledger, RecipeReport, Report
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
 from lowprec_callback.show.sections.parts import Notes
 
 NONE_SEEN = "-"
 """No kernel of this bucket was seen. A time too short for the digits shown is `0.0` instead."""
+
+CAUSES_TOLD = "Causes of idle: those of the traced steps, less what tracing adds."
+
+IDLE_TOLD = 0.01
+"""Share of the step from which idle time is worth a remark on what its split leaves open."""
 
 _SUMS: tuple[tuple[str, Callable[[Ledger], Figure]], ...] = (
     ("busy", lambda ledger: ledger.busy),
@@ -40,6 +45,7 @@ def ledgers(report: Report, width: int) -> list[RenderableType]:
         *parts.stacked(*tables),
         *notes.lines(),
         *_absent(kept),
+        *_hidden(kept),
         *parts.entries(remarks),
     ]
 
@@ -68,6 +74,15 @@ def _absent(recipes: Sequence[RecipeReport]) -> list[RenderableType]:
     return [parts.paragraph(f"No work seen in: {', '.join(absent)}.", style=parts.DIM)]
 
 
+def _hidden(recipes: Sequence[RecipeReport]) -> list[RenderableType]:
+    found = [(r.name, r.ledger.hidden_communication) for r in recipes if r.ledger and r.ledger.hidden_communication]
+    if not found:
+        return []
+    told = ", ".join(f"{name} {words.bare(figure)}" for name, figure in found)
+    text = f"Communication hidden under computation, no part of the sum, ms: {told}."
+    return [parts.paragraph(parts.Number(text, *(figure for _, figure in found), style=parts.DIM))]
+
+
 def _table(recipes: Sequence[RecipeReport], rows: Sequence[str], notes: Notes) -> Table:
     table = parts.table("", *(recipe.name for recipe in recipes))
     kept = [recipe.ledger for recipe in recipes if recipe.ledger is not None]
@@ -79,10 +94,27 @@ def _table(recipes: Sequence[RecipeReport], rows: Sequence[str], notes: Notes) -
     for name, pick in _SUMS:
         style = "bold" if name == "step" else ""
         table.add_row(Text(name, style=style), *(_cell(ledger, pick(ledger), notes, style) for ledger in kept))
+        if name == "idle":
+            for cause in _causes(kept):
+                cells = (_cell(ledger, ledger.idle_parts.get(cause), notes, seen_only=True) for ledger in kept)
+                table.add_row(Text(f"  {cause}"), *cells)
+                notes.explain(CAUSES_TOLD)
     if not all(ledger.complete for ledger in kept):
         states = (Text("" if each.complete else "incomplete", style=parts.WARN) for each in kept)
         table.add_row(Text(""), *states)
     return table
+
+
+def _causes(ledgers: Sequence[Ledger]) -> list[str]:
+    """The causes of idle time that show in at least one of the ledgers."""
+    return [cause for cause in IDLE_CAUSES if any(_shows(ledger, cause) for ledger in ledgers)]
+
+
+def _shows(ledger: Ledger, cause: str) -> bool:
+    part = ledger.idle_parts.get(cause)
+    return (
+        part is not None and bool(part.value) and float(words.fixed(part.value or 0, words.places_in(ledger.wall))) > 0
+    )
 
 
 def _cell(ledger: Ledger, figure: Figure | None, notes: Notes, style: str = "", seen_only: bool = False) -> Text:
@@ -108,6 +140,8 @@ def _remarks(recipe: RecipeReport) -> list[tuple[str, str | Text]]:
         out.extend((recipe.name, words.one_line(text)) for text in ledger.complaints)
     if ledger.note:
         out.append((recipe.name, words.one_line(ledger.note)))
+    if ledger.idle_note and not ledger.note and (ledger.idle.value or 0.0) > IDLE_TOLD * (ledger.wall.value or 0.0):
+        out.append((recipe.name, words.one_line(f"idle: {ledger.idle_note}")))
     if ledger.unknown_kernels:
         out.append((recipe.name, f"largest in other: {_kernels(ledger.unknown_kernels)}"))
     return out
