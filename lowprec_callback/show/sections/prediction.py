@@ -25,7 +25,8 @@ def prediction(report: Report, _width: int) -> list[RenderableType]:
         reasons = dict.fromkeys(words.one_line(words.why_missing(made.step_ms)) for _, made, _ in told)
         return [parts.heading("Predicted"), parts.paragraph(f"Nothing could be predicted: {'; '.join(reasons)}.")]
     notes = Notes()
-    table = parts.table("\nrecipe", "\npredicted", "\nmeasured", "\noff by", "naive\nreading", "\noff by", "set by\nthe")
+    columns = ("\npredicted", "\nmeasured", "\noff by", "naive\nreading", "\noff by", "set by\nthe")
+    table = parts.table("\nrecipe", *columns)
     table.columns[-1].justify = "left"
     for name, made, measured in told:
         table.add_row(
