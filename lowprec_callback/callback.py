@@ -56,6 +56,10 @@ class LowPrecisionProfiler(Callback):
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
             restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
+        max_rounds: rounds at most, where `rounds` leave a step less precise than `step_precision`; of the steps that
+            the fit has beyond the plan they take at most a quarter, and no more than a minute. `rounds` or less: none
+            beyond the plan. None: four times `rounds`, and none beyond the plan where that is 1.
+        step_precision: relative half-width of the 95% interval of a step's time at which no more rounds are taken.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
 
     The report calls the model by its attribute `profile_name`, if it has one, else by its class.
@@ -89,10 +93,13 @@ class LowPrecisionProfiler(Callback):
         progress: bool = True,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
+        max_rounds: int | None = None,
+        step_precision: float = 0.02,
     ) -> None:
         super().__init__()
         try:
-            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed, nvtx_steps)
+            most = (4 * rounds if rounds > 1 else 0) if max_rounds is None else max_rounds
+            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed, nvtx_steps, most, step_precision)
             for names in (recipes, baseline, continue_with):
                 resolve(names, ANY_ENGINE)
             if fail_on_fallback and not traced_steps:

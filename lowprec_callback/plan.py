@@ -39,6 +39,11 @@ class Settings:
     """Seed of the order of recipes."""
     nvtx_steps: int = 0
     """Steps for each recipe with NVTX ranges for modules and GEMMs, inside the capture window; 0 for none."""
+    max_rounds: int = 0
+    """Rounds at most, where the planned ones leave steps less precise than `step_precision`; `rounds` or less: none
+    beyond the plan."""
+    step_precision: float = 0.02
+    """Half-width of a step's time, relative to it, at which no more rounds are taken."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -47,18 +52,25 @@ class Settings:
             ("timed_steps", 2),
             ("traced_steps", 0),
             ("nvtx_steps", 0),
+            ("max_rounds", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise PlanError(f"seed={self.seed!r}: must be a whole number")
+        if not isinstance(self.step_precision, int | float) or not 0 < self.step_precision < 1:
+            raise PlanError(f"step_precision={self.step_precision!r}: must be between 0 and 1 (0.02 is 2%)")
+
+    def round_steps(self, recipes: int) -> int:
+        """Optimizer steps of one round of so many recipes."""
+        return recipes * (self.settle_steps + self.timed_steps)
 
     def steps(self, recipes: int) -> int:
         """Optimizer steps that the plan takes for so many recipes."""
         traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
         captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
-        return LEAD_STEPS + recipes * (self.rounds * (self.settle_steps + self.timed_steps) + traced + captured)
+        return LEAD_STEPS + self.rounds * self.round_steps(recipes) + recipes * (traced + captured)
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class Fitted:
 
     settings: Settings
     shrunk: str | None
+    spare: int | None = None
+    """Optimizer steps that the fit has beyond the plan; None if it has no end."""
 
 
 def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
@@ -84,8 +98,10 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
     Raises:
         PlanError: not even the smallest plan fits.
     """
-    if available is None or asked.steps(recipes) <= available:
+    if available is None:
         return Fitted(asked, None)
+    if asked.steps(recipes) <= available:
+        return Fitted(asked, None, available - asked.steps(recipes))
     if available <= 0:
         raise PlanError("the fit has no training steps, so there is nothing to profile")
     floors = (
@@ -109,7 +125,7 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
             f"the fit has {_count(available, 'training step')} left; the smallest plan for "
             f"{_count(recipes, 'recipe')} takes {settings.steps(recipes)}: train longer, or name fewer recipes"
         )
-    return Fitted(settings, _explain(asked, settings, recipes, available))
+    return Fitted(settings, _explain(asked, settings, recipes, available), 0)
 
 
 def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> str:

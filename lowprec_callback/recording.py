@@ -141,6 +141,21 @@ class Plan(Fact):
 
 
 @dataclass(frozen=True)
+class Sampled(Fact):
+    """How many rounds of timed blocks ran, and why no more."""
+
+    kind: ClassVar[str] = "sampled"
+    rounds: int
+    stopped: str
+    """`planned`: no more were wanted; `precise`; `rounds`: the most that were asked for; `steps`: the fit has too few
+    left; `seconds`: they had taken long enough."""
+    widest: float | None = None
+    """Half-width of the least certain recipe's step, relative to it, at 95%."""
+    precision: float | None = None
+    """The half-width at which it would have been enough."""
+
+
+@dataclass(frozen=True)
 class Refusal(Fact):
     """A recipe that was not run, and why."""
 

@@ -31,7 +31,8 @@ from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
 from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role
+from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role, Sampled
+from lowprec_callback.rounds import Rounds, widest
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
@@ -65,6 +66,7 @@ class Sweep:
         progress: shows how far we are.
         ranges: NVTX ranges.
         clocks: reads the GPU's clock and power at the end of each block.
+        spare_steps: optimizer steps that the fit has beyond the plan, for more rounds; None if it has no end.
     """
 
     engine: Engine
@@ -77,6 +79,7 @@ class Sweep:
     progress: Progress | None = None
     ranges: Ranges = field(default_factory=lambda: Ranges(False))
     clocks: ClockReader | None = None
+    spare_steps: int | None = 0
 
     done: bool = False
     card: RecipeCard | None = None
@@ -95,6 +98,7 @@ class Sweep:
     _step_word: str = "step"
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
+    _sampling: Rounds | None = None
     _autocast: torch.dtype | None = None
     """The type of the `torch.autocast` region that the user's step runs in."""
 
@@ -106,7 +110,7 @@ class Sweep:
     @property
     def total_steps(self) -> int:
         """Optimizer steps in the plan."""
-        return self.settings.steps(len(self.cards))
+        return self.settings.steps(len(self.cards)) + (self._sampling.extra_steps if self._sampling else 0)
 
     # -- what the loop's owner calls -------------------------------------------------------------------------------
 
@@ -204,11 +208,7 @@ class Sweep:
         yield from self._capture()
         if self.gemm_benchmark:
             self._benchmark()
-        by_name = {card.name: card for card in self.cards}
-        names = list(by_name)
-        for round_, order in enumerate(order_of_rounds(names, self.settings.rounds, self.settings.seed)):
-            for name in order:
-                yield from self._block(by_name[name], round_)
+        yield from self._rounds()
         if self.settings.traced_steps and self.no_trace is None:
             for card in self.cards:
                 yield from self._traced(card)
@@ -272,10 +272,24 @@ class Sweep:
             self.recorder.add(module)
         memory.clean(self.engine.device)
 
+    def _rounds(self) -> Steps:
+        """Blocks in turn, as many rounds as the plan has, and more where they are not enough (see `rounds`)."""
+        by_name = {card.name: card for card in self.cards}
+        most = max(self.settings.rounds, self.settings.max_rounds)
+        self._sampling = Rounds(self.settings.rounds, most, self.settings.step_precision, self.spare_steps)
+        orders = order_of_rounds(list(by_name), most, self.settings.seed)
+        done = 0
+        while not (why := self._sampling.why_stop(done, self.settings.round_steps(len(by_name)))):
+            for name in orders[done]:
+                yield from self._block(by_name[name], done)
+            done += 1
+        self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
+
     def _block(self, card: RecipeCard, round_: int) -> Steps:
         """Settle, then timed steps with nothing attached but the clock."""
         self._use(card)
-        self._what = f"{card.name}, round {round_ + 1} of {self.settings.rounds}"
+        of = f" of {self.settings.rounds}" if round_ < self.settings.rounds else ", beyond the plan"
+        self._what = f"{card.name}, round {round_ + 1}{of}"
         device = self.engine.device
         probe_at = self.settings.settle_steps - 2 if self.settings.settle_steps >= PROBE_NEEDS else None
         for index in range(self.settings.settle_steps):
@@ -292,7 +306,10 @@ class Sweep:
             yield
             self._clock.boundary()
         clock, self._clock = self._clock, None
-        self.recorder.add(*clock.read(card.name, round_))
+        steps = clock.read(card.name, round_)
+        self.recorder.add(*steps)
+        assert self._sampling is not None
+        self._sampling.add(card.name, [step.ms for step in steps if step.discarded is None])
         self.recorder.add(*memory.read(device, card.name, round_, "step"))
         if self.clocks is not None and (reading := self.clocks.read(card.name, round_)) is not None:
             self.recorder.add(reading)

@@ -26,6 +26,7 @@ RANKS = {
     "progress": 2,
     "analyze": 3,
     "show": 4,
+    "rounds": 4,
     "engines": 5,
     "measure": 5,
     "state": 6,

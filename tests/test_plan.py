@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.plan import PlanError, Settings, fit, order_of_rounds
+from lowprec_callback.plan import Fitted, PlanError, Settings, fit, order_of_rounds
 
 SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps")
 SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0)
@@ -55,7 +55,8 @@ def test_a_plan_fits_or_nothing_does(asked: Settings, recipes: int, available: i
 
 @given(settings_of_any_size, st.integers(1, 6))
 def test_without_an_end_nothing_is_cut(asked: Settings, recipes: int) -> None:
-    assert fit(asked, recipes, None) == fit(asked, recipes, asked.steps(recipes))
+    assert fit(asked, recipes, None) == Fitted(asked, None, spare=None)
+    assert fit(asked, recipes, asked.steps(recipes) + 7) == Fitted(asked, None, spare=7)
     assert fit(asked, recipes, None).settings is asked
 
 

@@ -237,7 +237,7 @@ def _quantizing(part: RecipeReport) -> float:
 
 def find_noise(case: Case) -> Finding | None:
     """The steps show no difference, and could not show a small one."""
-    speedups, gap, plan = case.part.speedups, case.part.gap, case.plan
+    speedups, gap = case.part.speedups, case.part.gap
     if case.part.baseline or speedups is None or speedups.step.value is None or gap is None:
         return None
     step = speedups.step
@@ -255,7 +255,8 @@ def find_noise(case: Case) -> Finding | None:
             f"The speedup's 95% interval is {step.low:.3f}x to {step.high:.3f}x: the noise hides any difference "
             f"up to about {ms_text(spread)} a step."
         )
-    rounds = f" (rounds={4 * plan.rounds} instead of {plan.rounds} about halves the interval)" if plan else ""
+    ran = len(case.part.samples)
+    rounds = f" (rounds={4 * ran} instead of {ran} about halves the interval)" if ran else ""
     return case.found(
         "noise",
         ms,

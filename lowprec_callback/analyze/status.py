@@ -17,6 +17,7 @@ from lowprec_callback.recording import (
     Recording,
     Refusal,
     Restored,
+    Sampled,
     StepTime,
     Trace,
 )
@@ -109,6 +110,23 @@ def import_text(imported: Imported) -> str:
         f"launch; steps: {imported.steps}; {who}; every step is timed, with the profiler attached; time by kind of "
         f"work {imported.traced}"
     )
+
+
+_STOPPED = {
+    "precise": "then every step was known well enough",
+    "rounds": "the most that were asked for",
+    "steps": "the fit has no more steps to spare",
+    "seconds": "more of them had taken a minute",
+}
+
+
+def rounds_text(sampled: Sampled | None, plan: Plan | None) -> str:
+    """What became of the plan's rounds, as a clause; empty where they were as planned."""
+    if sampled is None or plan is None or (sampled.rounds == plan.rounds and sampled.stopped in ("planned", "precise")):
+        return ""
+    width = f"; the least certain step is known to ±{sampled.widest:.1%}" if sampled.widest is not None else ""
+    ran = f"{sampled.rounds} rounds ran: " if sampled.rounds > plan.rounds else "no more rounds ran: "
+    return f"; {ran}{_STOPPED.get(sampled.stopped, sampled.stopped)}{width}"
 
 
 def plan_text(plan: Plan | None) -> str:

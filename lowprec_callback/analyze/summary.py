@@ -29,7 +29,15 @@ from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import Scene, headline, reading
 from lowprec_callback.analyze.slow_paths import Watched, slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
-from lowprec_callback.analyze.status import import_text, plan_text, problems, restored_text, status_of, unfinished
+from lowprec_callback.analyze.status import (
+    import_text,
+    plan_text,
+    problems,
+    restored_text,
+    rounds_text,
+    status_of,
+    unfinished,
+)
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
 from lowprec_callback.analyze.verdict import NO_LIBRARY, Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
@@ -57,6 +65,7 @@ from lowprec_callback.recording import (
     Product,
     Recording,
     Refusal,
+    Sampled,
     Scales,
     StepTime,
     Trace,
@@ -114,7 +123,9 @@ def analyze(recording: Recording) -> Report:
         reading=read,
         baseline=facts.baseline or "unknown",
         recipes=recipes,
-        plan=import_text(facts.imported) if facts.imported else plan_text(plan),
+        plan=import_text(facts.imported)
+        if facts.imported
+        else plan_text(plan) + rounds_text(recording.last(Sampled), plan),
         shrunk=plan.shrunk if plan else None,
         problems=(*facts.flaws, *problems(recording, why)),
         restored=restored_text(recording),

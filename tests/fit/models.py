@@ -97,5 +97,6 @@ def profiler(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
         "traced_steps": 1,
         "gemm_benchmark": False,
         "output_dir": str(folder),
+        "max_rounds": 0,
     }
     return LowPrecisionProfiler(**{**defaults, **arguments})

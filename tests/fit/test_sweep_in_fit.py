@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lowprec_callback.recording import (
     Problem,
     Recording,
     Restored,
+    Sampled,
     StepTime,
     Trace,
     read,
@@ -104,6 +106,8 @@ def test_a_whole_sweep_records_every_kind_of_fact(tmp_path: Path, capsys: pytest
     assert {(fact.recipe, fact.step) for fact in facts.of(Trace)} == {("fp32", 0), ("bf16", 0)}
     assert len(facts.of(Loss)) == 4
     assert facts.of(End) == [End("finished")]
+
+    assert facts.of(Sampled) == [Sampled(2, "planned", facts.of(Sampled)[0].widest, 0.02)]
 
     shapes = {(gemm.module, gemm.role): (gemm.m, gemm.k, gemm.n, gemm.calls) for gemm in facts.of(Gemm)}
     assert shapes == {
@@ -410,6 +414,19 @@ def test_a_fallback_can_fail_the_fit(tmp_path: Path) -> None:
 def test_a_fallback_fails_nothing_unless_asked_and_a_sound_model_never(tmp_path: Path) -> None:
     trainer(tmp_path, profiler(tmp_path, recipes=["bf16"])).fit(Wide(), loader(60))
     trainer(tmp_path, profiler(tmp_path, recipes=["bf16"], fail_on_fallback=True)).fit(Tiny(), loader(60))
+
+
+def test_rounds_beyond_the_plan_take_a_quarter_of_the_steps_that_are_left(tmp_path: Path) -> None:
+    """No step is known to a millionth; 60 steps less the plan's 20 leave 40, and one round takes 6."""
+    callback = profiler(tmp_path, max_rounds=9, step_precision=1e-6)
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+    (sampled,) = recording_of(tmp_path).of(Sampled)
+    assert (sampled.rounds, sampled.stopped) == (3, "steps")
+    assert Counter((step.recipe, step.round) for step in recording_of(tmp_path).of(StepTime)) == {
+        (name, round_): 2 for name in ("fp32", "bf16") for round_ in range(3)
+    }
+    assert callback.report is not None
+    assert "3 rounds ran: the fit has no more steps to spare" in callback.report.plan
 
 
 def test_stop_after_ends_the_fit(tmp_path: Path) -> None:
