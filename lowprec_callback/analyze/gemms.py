@@ -147,6 +147,7 @@ def totals(gemms: Sequence[tuple[int, Gemm]], benchmark: Benchmark, recipe: str,
                 kernel_ms=per_mode["kernel"],
                 autocast_ms=per_mode["autocast"],
                 launch_bound=kernel_bound or benchmark.launch_bound(timed_as, first, "autocast"),
+                kernel_launch_bound=kernel_bound,
             )
         )
     facts = lines_of("gemm", (line for line, _ in gemms))
