@@ -17,6 +17,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.statistics import median_interval
@@ -26,6 +27,7 @@ from lowprec_callback.report import Figure, GemmRow, merge_facts, worst_origin
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
+@lru_cache(maxsize=65536)
 def operation(module: str) -> str:
     """A module path with its layer indices collapsed: `layers.3.mlp.fc1` -> `layers.*.mlp.fc1`."""
     return _INDEX.sub("*", module) or "(the model itself)"

@@ -199,12 +199,12 @@ class _Facts:
         self._capability = environment.compute_capability if environment else None
         counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
         self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
-        traces = recording.lines(Trace)
-        self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
+        traces = [(line, trace, flaw(trace)) for line, trace in recording.lines(Trace)]
+        self.traces = _by_recipe((line, trace) for line, trace, wrong in traces if wrong is None)
         self.flaws = tuple(
-            f"the trace of {trace.recipe} on line {line} cannot be used: {flaw(trace)}"
-            for line, trace in traces
-            if flaw(trace) is not None
+            f"the trace of {trace.recipe} on line {line} cannot be used: {wrong}"
+            for line, trace, wrong in traces
+            if wrong is not None
         ) + tuple(
             f"the counted kernels of {fact.recipe} on line {line} cannot be used: {wrong}"
             for line, fact, wrong in counted
