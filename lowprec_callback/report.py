@@ -271,6 +271,8 @@ class GemmRow:
     autocast_ms: Figure
     """One call, with its share of the quantization that training does for it."""
     launch_bound: bool = False
+    kernel_launch_bound: bool = False
+    """Whether that is so of `kernel_ms`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from lowprec_callback.analyze.statistics import t_quantile
@@ -26,38 +26,73 @@ Parts = dict[str, Figure]
 """`bucket.NAME`, `busy`, `idle`, `residual`."""
 
 
+@dataclass(frozen=True)
+class Noise:
+    """How far the buckets of two ledgers can be trusted; see the module's docstring."""
+
+    ledgers: tuple[Ledger, Ledger]
+    between: float
+    """t_b q [1]."""
+
+    def half(self, ledger: Ledger, names: Sequence[str]) -> float | None:
+        """Half-width of the sum of some buckets of one of the two ledgers [ms]; None where it is not known.
+
+        The sum is one series: what the clock does, it does to all buckets alike. A ledger without any of them has no
+        scatter to tell, and does not enter the pooled one.
+        """
+        total = math.fsum(ledger.buckets[name].value or 0.0 for name in names if name in ledger.buckets)
+        if not total:
+            return 0.0
+        within = _pooled([series for each in self.ledgers if any(series := _series(each, names))])
+        n = len(_series(ledger, names))
+        return math.hypot(within / math.sqrt(n), self.between * total) if within is not None and n else None
+
+
+def noise_of(one: RecipeReport, other: RecipeReport) -> Noise | str:
+    """The noise of two recipes' ledgers, or why it is not known. Both need a ledger; else ValueError."""
+    left, right = one.ledger, other.ledger
+    if left is None or right is None:
+        raise ValueError("both recipes need a ledger")
+    rounds = [[median(times) for _, times in part.samples if times] for part in (one, other)]
+    between = _pooled([[math.log(time) for time in medians if time > 0] for medians in rounds])
+    if between is None:
+        return "one round of timed steps a side: how much blocks differ is not known"
+    if any(not ledger.steps for ledger in (left, right)):
+        return "the times of the single traced steps are not in the report: analyse its Recording again"
+    if _pooled([ledger.steps.get(BUCKETS[0], ()) for ledger in (left, right)]) is None:
+        return "one traced step a side: its scatter is not known"
+    return Noise((left, right), between)
+
+
 def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts, str | None]:
     """The ledger's parts of two recipes that have one, with intervals; or without any, and the reason.
 
     `busy` is treated like a bucket. Idle and residual are what it leaves of the timed step, so that their
     half-widths are those of busy and step in quadrature.
     """
-    left, right = one.ledger, other.ledger
-    if left is None or right is None:
-        raise ValueError("both recipes need a ledger")
-    plain = _parts(left), _parts(right)
-    rounds = [[median(times) for _, times in part.samples if times] for part in (one, other)]
-    between = _pooled([[math.log(time) for time in medians] for medians in rounds])
-    if between is None:
-        return *plain, "one round of timed steps a side: how much blocks differ is not known"
-    if any(not ledger.steps for ledger in (left, right)):
-        return *plain, "the times of the single traced steps are not in the report: analyse its Recording again"
-    if _pooled([ledger.steps[BUCKETS[0]] for ledger in (left, right)]) is None:
-        return *plain, "one traced step a side: its scatter is not known"
+    noise = noise_of(one, other)
+    assert one.ledger is not None
+    assert other.ledger is not None
+    plain = _parts(one.ledger), _parts(other.ledger)
+    if isinstance(noise, str):
+        return *plain, noise
     sides = []
-    for part, ledger, parts in ((one, left, plain[0]), (other, right, plain[1])):
-        made = {}
-        for name in [*(f"bucket.{bucket}" for bucket in BUCKETS), "busy"]:
-            within = _pooled([_series(each, name) for each in (left, right)])
-            assert within is not None
-            figure, n = parts[name], len(_series(ledger, name))
-            made[name] = _around(figure, math.hypot(within / math.sqrt(n), between * (figure.value or 0.0)))
+    for part, ledger, parts in ((one, one.ledger, plain[0]), (other, other.ledger, plain[1])):
+        made = {f"bucket.{name}": around(parts[f"bucket.{name}"], noise.half(ledger, (name,))) for name in BUCKETS}
+        made["busy"] = around(parts["busy"], noise.half(ledger, BUCKETS))
         widths = made["busy"].half_width, part.step_ms.half_width
         for name in ("idle", "residual"):
             known = widths[0] is not None and widths[1] is not None
-            made[name] = _around(parts[name], math.hypot(widths[0] or 0.0, widths[1] or 0.0)) if known else parts[name]
+            made[name] = around(parts[name], math.hypot(widths[0] or 0.0, widths[1] or 0.0)) if known else parts[name]
         sides.append(made)
     return sides[0], sides[1], None
+
+
+def around(figure: Figure, half: float | None) -> Figure:
+    """The Figure with an interval of this half-width; as it is where the half-width or its value is not known."""
+    if figure.value is None or half is None:
+        return figure
+    return replace(figure, low=figure.value - half, high=figure.value + half)
 
 
 def _parts(ledger: Ledger) -> Parts:
@@ -66,11 +101,10 @@ def _parts(ledger: Ledger) -> Parts:
     return {**buckets, "busy": ledger.busy, "idle": ledger.idle, "residual": ledger.residual}
 
 
-def _series(ledger: Ledger, name: str) -> Sequence[float]:
-    """A bucket's time in each traced step, or all buckets' together [ms]."""
-    if name == "busy":
-        return [math.fsum(step) for step in zip(*ledger.steps.values(), strict=True)]
-    return ledger.steps.get(name.removeprefix("bucket."), ())
+def _series(ledger: Ledger, names: Sequence[str]) -> Sequence[float]:
+    """The sum of some buckets in each traced step [ms]."""
+    columns = [ledger.steps[name] for name in names if name in ledger.steps]
+    return [math.fsum(step) for step in zip(*columns, strict=True)]
 
 
 def _pooled(groups: Sequence[Sequence[float]]) -> float | None:
@@ -80,9 +114,3 @@ def _pooled(groups: Sequence[Sequence[float]]) -> float | None:
         return None
     squares = math.fsum((value - fmean(group)) ** 2 for group in groups if group for value in group)
     return t_quantile(degrees) * math.sqrt(squares / degrees)
-
-
-def _around(figure: Figure, half: float) -> Figure:
-    if figure.value is None:
-        return figure
-    return replace(figure, low=figure.value - half, high=figure.value + half)

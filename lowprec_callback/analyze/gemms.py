@@ -17,6 +17,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.statistics import median_interval
@@ -26,6 +27,7 @@ from lowprec_callback.report import Figure, GemmRow, merge_facts, worst_origin
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
+@lru_cache(maxsize=65536)
 def operation(module: str) -> str:
     """A module path with its layer indices collapsed: `layers.3.mlp.fc1` -> `layers.*.mlp.fc1`."""
     return _INDEX.sub("*", module) or "(the model itself)"
@@ -147,6 +149,7 @@ def totals(gemms: Sequence[tuple[int, Gemm]], benchmark: Benchmark, recipe: str,
                 kernel_ms=per_mode["kernel"],
                 autocast_ms=per_mode["autocast"],
                 launch_bound=kernel_bound or benchmark.launch_bound(timed_as, first, "autocast"),
+                kernel_launch_bound=kernel_bound,
             )
         )
     facts = lines_of("gemm", (line for line, _ in gemms))

@@ -15,7 +15,7 @@ from lowprec_callback.analyze import kernel_rows
 from lowprec_callback.analyze.conditions import asked, conditions
 from lowprec_callback.analyze.finding_case import Case as FindingCase
 from lowprec_callback.analyze.findings import findings
-from lowprec_callback.analyze.gap import gap
+from lowprec_callback.analyze.gap import between
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
@@ -94,6 +94,8 @@ def analyze(recording: Recording) -> Report:
     recipes = tuple(_report(name, facts, measured, testimonies.get(name)) for name in facts.recipes)
     status, why = status_of(recording)
     base = next((part for part in recipes if part.baseline), None)
+    if base is not None:
+        recipes = tuple(_with_gap(part, base) for part in recipes)
     void = {name: f"{part.bad_loss}" for name, part in measured.items() if part.bad_loss is not None}
     sentences: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
@@ -211,12 +213,12 @@ class _Facts:
         self._capability = environment.compute_capability if environment else None
         counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
         self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
-        traces = recording.lines(Trace)
-        self.traces = _by_recipe((line, trace) for line, trace in traces if flaw(trace) is None)
+        traces = [(line, trace, flaw(trace)) for line, trace in recording.lines(Trace)]
+        self.traces = _by_recipe((line, trace) for line, trace, wrong in traces if wrong is None)
         self.flaws = tuple(
-            f"the trace of {trace.recipe} on line {line} cannot be used: {flaw(trace)}"
-            for line, trace in traces
-            if flaw(trace) is not None
+            f"the trace of {trace.recipe} on line {line} cannot be used: {wrong}"
+            for line, trace, wrong in traces
+            if wrong is not None
         ) + tuple(
             f"the counted kernels of {fact.recipe} on line {line} cannot be used: {wrong}"
             for line, fact, wrong in counted
@@ -357,18 +359,6 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
     part = measured[name]
     base = measured[facts.baseline or name]
     losses = facts.losses.get(name, [])
-    made_gap = None
-    if not is_baseline:
-        made_gap = gap(
-            facts.baseline or name,
-            name,
-            base.step,
-            part.step,
-            (base.ledger, part.ledger),
-            (base.no_ledger, part.no_ledger),
-            (base.bench, part.bench),
-            facts.on_cpu,
-        )
     return RecipeReport(
         name=name,
         title=title,
@@ -380,7 +370,6 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
         samples=tuple((number, tuple(times)) for number, times in sorted(part.rounds.items())),
         ledger=part.ledger,
         no_ledger=part.no_ledger,
-        gap=made_gap,
         gemms=part.bench.rows,
         gemm_kernel_ms=part.bench.kernel,
         gemm_autocast_ms=part.bench.autocast,
@@ -408,6 +397,10 @@ def _ground(base: _Measured, facts: _Facts) -> PredictionGround:
         micro_batches=plan.micro_batches if plan else 1,
         on_cpu=facts.on_cpu,
     )
+
+
+def _with_gap(part: RecipeReport, base: RecipeReport) -> RecipeReport:
+    return part if part.baseline or part.refusal is not None else replace(part, gap=between(base, part))
 
 
 def _speedups(base: _Measured, part: _Measured, is_baseline: bool) -> Speedups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,15 +116,15 @@ def view(trace: Trace, line: int = 0) -> TraceView:
     """Group and classify a `Trace`. Times become milliseconds."""
     start = np.asarray(trace.start_us, dtype=np.float64) / 1e3
     duration = np.maximum(np.asarray(trace.duration_us, dtype=np.float64), 0.0) / 1e3
-    index: dict[tuple[int, ...], int] = {}
-    columns = zip(trace.name, trace.module, trace.role, trace.op, trace.phase, strict=True)
-    group = np.array([index.setdefault(key, len(index)) for key in columns], dtype=np.intp)
-    counts = np.bincount(group, minlength=len(index))
-    times = np.bincount(group, weights=duration, minlength=len(index))
+    group, firsts = _grouped([trace.name, trace.module, trace.role, trace.op, trace.phase])
+    counts = np.bincount(group, minlength=len(firsts)).tolist()
+    times = np.bincount(group, weights=duration, minlength=len(firsts)).tolist()
     groups = []
-    for key, position in index.items():
-        name = trace.names[key[0]]
-        module, role, op, phase = (trace.labels[label] for label in key[1:])
+    for position, row in enumerate(firsts):
+        name = trace.names[trace.name[row]]
+        module, role, op, phase = (
+            trace.labels[column[row]] for column in (trace.module, trace.role, trace.op, trace.phase)
+        )
         groups.append(
             KernelGroup(
                 name=name,
@@ -134,12 +134,28 @@ def view(trace: Trace, line: int = 0) -> TraceView:
                 phase=phase,
                 kernel=classify(name),
                 bucket=bucket_in_context(name, op=op, module=module, role=role, phase=phase),
-                count=int(counts[position]),
-                ms=float(times[position]),
+                count=counts[position],
+                ms=times[position],
             )
         )
     end = start + duration
     return TraceView(trace.wall_ms, start, end, group, tuple(groups), trace.expected_gemms, line, _host(trace))
+
+
+def _grouped(columns: Sequence[tuple[int, ...]]) -> tuple[NDArray[np.intp], list[int]]:
+    """(for each row the number of its combination of values, by first appearance; the row where each first appears)."""
+    number = np.zeros(len(columns[0]), dtype=np.int64)
+    first = np.zeros(0, dtype=np.intp)
+    for column in columns:
+        values = np.asarray(column, dtype=np.int64)
+        # Numbered anew after each column, so that the product stays small.
+        _, first, number = np.unique(
+            number * (int(values.max(initial=0)) + 1) + values, return_index=True, return_inverse=True
+        )
+    order = np.argsort(first, kind="stable")
+    place = np.empty(len(order), dtype=np.intp)
+    place[order] = np.arange(len(order))
+    return place[number], first[order].tolist()
 
 
 def _host(trace: Trace) -> HostView:

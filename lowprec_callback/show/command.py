@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
-from lowprec_callback.report import FILE_NAME, Report, ReportError, load_report
+from lowprec_callback.recording import finite
+from lowprec_callback.report import FILE_NAME, Gap, Report, ReportError, load_report
 
 NARROWEST = 40
 
@@ -24,6 +26,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--width", type=page_width, metavar="N", help="columns of the page (default: the terminal's)")
     parser.add_argument("--plots", action="store_true", help="write the plots as PNG beside the Recording")
     parser.add_argument("--html", action="store_true", help="write the page as report.html beside the Recording")
+    parser.add_argument(
+        "--gap",
+        metavar="A:B",
+        action="append",
+        type=two_recipes,
+        help="print only where the time between recipe A's step and recipe B's goes (may be given more than once)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -32,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.path)
     try:
         plots, html = getattr(args, "plots", False), getattr(args, "html", False)
-        show(_report(path), path, json=args.json, width=args.width, plots=plots, html=html)
+        report = _report(path)
+        if getattr(args, "gap", None):
+            _print_gaps([_gap(report, *names) for names in args.gap], json=args.json, width=args.width)
+            return 0
+        show(report, path, json=args.json, width=args.width, plots=plots, html=html)
     except ShowError as failure:
         print(f"lowprec report: {' '.join(str(failure).split())}", file=sys.stderr)
         return 2
@@ -71,6 +84,37 @@ def _report(path: Path) -> Report:
         raise ShowError(str(error)) from error
 
 
+def _gap(report: Report, first: str, second: str) -> Gap:
+    """The gap between two recipes of a report.
+
+    Raises:
+        ShowError: one of them is not in the report, or did not run.
+    """
+    from lowprec_callback.analyze.gap import between
+
+    sides = []
+    for name in (first, second):
+        try:
+            part = report.recipe(name)
+        except KeyError as error:
+            raise ShowError(f"--gap: {error.args[0]}") from error
+        if part.refusal is not None:
+            raise ShowError(f"--gap: {name} did not run: {part.refusal}")
+        sides.append(part)
+    return between(*sides)
+
+
+def _print_gaps(gaps: list[Gap], *, json: bool, width: int | None) -> None:
+    if json:
+        _print_json_text(as_json([finite(dataclasses.asdict(gap)) for gap in gaps]))
+        return
+    from rich.console import Console
+
+    from lowprec_callback.show.console import Gaps
+
+    Console(width=width).print(Gaps(gaps))
+
+
 def _plots(report: Report, path: Path) -> list[str]:
     """Write the plots beside the Recording. What was written, and why the others were not."""
     from lowprec_callback.show.plots import save_all
@@ -96,7 +140,15 @@ def _html(report: Report, path: Path, others: list[str]) -> str:
 
 
 def _print_json(report: Report) -> None:
-    text = report.to_json()
+    _print_json_text(report.to_json())
+
+
+def as_json(value: object) -> str:
+    """Plain data as JSON text, as a report is saved."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _print_json_text(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -111,6 +163,16 @@ def _print_page(report: Report, width: int | None, files: list[str]) -> None:
     from lowprec_callback.show.console import print_report
 
     print_report(report, Console(width=width), files)
+
+
+def two_recipes(text: str) -> tuple[str, str]:
+    """`mxfp8:nvfp4`; argparse turns the exception into a sentence and exit code 2."""
+    first, _, second = text.partition(":")
+    if not first or not second or ":" in second:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of recipes: write two names, as in mxfp8:nvfp4")
+    if first == second:
+        raise argparse.ArgumentTypeError(f"{text!r} names one recipe twice: a gap is between two")
+    return first, second
 
 
 def page_width(text: str) -> int:

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 
-from lowprec_callback.report import Report
+from lowprec_callback.report import Gap, Report
 from lowprec_callback.show.sections import (
     findings,
     foot,
@@ -72,6 +72,18 @@ class Page:
         body = parts.stacked(*(section(self.report, width) for section in SECTIONS))
         page = Group(*top.title(self.report, width), *body, *foot.footer(self.report, self.files))
         segments = console.render(page, options.update(highlight=False))
+        yield from (segments if _encodes_all(options.encoding) else _encodable(segments, options.encoding))
+
+
+class Gaps:
+    """Gaps alone, one below the other."""
+
+    def __init__(self, gaps: Sequence[Gap]) -> None:
+        self.gaps = tuple(gaps)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        body = parts.stacked(*(gap.one_gap(each, options.max_width, named=True) for each in self.gaps))
+        segments = console.render(Group(*body), options.update(highlight=False))
         yield from (segments if _encodes_all(options.encoding) else _encodable(segments, options.encoding))
 
 

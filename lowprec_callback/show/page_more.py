@@ -11,7 +11,7 @@ from rich.text import Text
 from lowprec_callback.recording import ROLES
 from lowprec_callback.report import RecipeReport, Report, VerdictRow
 from lowprec_callback.show import gemm_sums, words
-from lowprec_callback.show.sections import foot, gemms, ledger, parts, places, recipes, verdict
+from lowprec_callback.show.sections import foot, gap, gemms, ledger, parts, places, recipes, verdict
 from lowprec_callback.show.sections.parts import Notes
 
 
@@ -144,8 +144,20 @@ def gemm_rows(report: Report) -> list[More]:
     return found
 
 
+def pair_gaps(report: Report) -> list[More]:
+    """The gap between every two recipes that stands nowhere else."""
+    return [
+        More(f"From {found.baseline} to {found.recipe}", gap.one_gap(found, WIDE, named=True))
+        for found in gap.other_gaps(report)
+    ]
+
+
+WIDE = 10_000
+"""Columns: nothing wraps before the browser decides."""
+
 MORE: dict[Callable[[Report, int], list[RenderableType]], Callable[[Report], list[More]]] = {
     recipes.signs: samples,
+    gap.gaps: pair_gaps,
     ledger.ledgers: kernels,
     places.places: place_rows,
     verdict.verdicts: verdict_rows,

@@ -120,6 +120,11 @@ def percent(share: float) -> str:
     return f"{min(round(hundredths, 1), 99.9):.1f}%"
 
 
+def signed_percent(share: float) -> str:
+    """A change as a share of one: `-38.7%`, `+0.2%`, `0.0%`."""
+    return f"{fixed(share * 100, 1, signed=True)}%"
+
+
 def share(figure: Figure) -> str:
     """A coverage Figure (unit `%`, or a share of one in any other unit) as `99.2%`, or why there is none."""
     if figure.value is None:
@@ -153,10 +158,11 @@ def not_run(recipe: RecipeReport) -> str:
     return f"{recipe.name} not run: {one_line(recipe.refusal or 'no reason was given')}"
 
 
-def became(gap: Gap) -> str:
-    """The title of a gap: `Where 819.2 ms became 513.0 (fp8_delayed)`."""
+def became(gap: Gap, named: bool = False) -> str:
+    """The title of a gap: `Where 819.2 ms became 513.0 (fp8_delayed)`; `named`: with both names."""
+    way = f"from {gap.baseline} to {gap.recipe}" if named else gap.recipe
     if gap.start.known and gap.end.known:
-        return f"Where {bare(gap.start)} ms became {bare(gap.end)} ({gap.recipe})"
+        return f"Where {bare(gap.start)} ms became {bare(gap.end)} ({way})"
     return f"From {gap.baseline} to {gap.recipe}"
 
 

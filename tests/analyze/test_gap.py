@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.analyze.gap import GEMMS, OTHER, SLOWER, closes, gap
+from lowprec_callback.analyze.gap import GEMMS, OTHER, SLOWER, closes, gap, pairs
+from lowprec_callback.analyze.gap import between as gap_between
 from lowprec_callback.analyze.gemms import GemmTotals
-from lowprec_callback.report import BUCKETS, Figure, Gap, Ledger
+from lowprec_callback.report import BUCKETS, IDLE_CAUSES, Figure, Gap, GemmRow, Ledger, RecipeReport, load_report
+
+from .compared import recipe, report, rounds
+from .recordings import BF16, DELAYED, gpu_recording
 
 UNKNOWN = Figure.missing("ms", "shape 1x2x3 failed")
 
@@ -100,3 +106,94 @@ def test_it_closes_whatever_the_numbers(
     found = between(book(start, a, idle), book(end, b), bench(k0), bench(k1))
     assert math.fsum(terms(found).values()) == pytest.approx(end - start, rel=1e-9, abs=1e-9 * 5000)
     assert len(terms(found)) == len(found.terms)
+
+
+# -- any two recipes of a report -------------------------------------------------------------------------------------
+
+BASE = rounds(100.0, 1)
+MX = recipe("mxfp8", rounds(70.0, 2), BASE, seed=2, work={"gemm": 45.0, "quantize": 12.0, "attention": 10.0})
+NV = recipe("nvfp4", rounds(60.0, 3), BASE, seed=3, work={"gemm": 30.0, "quantize": 16.0, "attention": 10.1})
+
+
+def with_bench(part: RecipeReport, kernel: float, bound: bool = False) -> RecipeReport:
+    figure = Figure(kernel, "ms", "derived", kernel - 0.1, kernel + 0.1)
+    row = GemmRow("layers.*.fc", "fprop", 8, 8, 8, 12, Figure(1.0, "ms"), Figure(1.0, "ms"), True, bound)
+    return replace(part, gemm_kernel_ms=figure, gemm_autocast_ms=figure, gemms=(row,))
+
+
+def test_between_two_recipes_it_closes_with_intervals() -> None:
+    found = gap_between(with_bench(MX, 44.0), with_bench(NV, 29.0, bound=True))
+    assert (found.baseline, found.recipe) == ("mxfp8", "nvfp4")
+    assert closes(found)
+    by_name = {term.name: term.ms for term in found.terms}
+    assert by_name[GEMMS].value == pytest.approx(-15.0)
+    assert by_name["quantization"].value == pytest.approx(4.0, abs=0.05)
+    assert "12 of 12 calls" in found.terms[0].note
+    for term in found.terms:
+        assert term.ms.low is not None
+        assert term.ms.high is not None
+        assert term.ms.low <= (term.ms.value or 0.0) <= term.ms.high
+    # The residual is what busy leaves of two steps: no narrower than the steps themselves.
+    assert (by_name["residual"].half_width or 0.0) >= (found.start.half_width or 0.0)
+
+
+def test_it_is_the_same_the_other_way_round() -> None:
+    there, back = gap_between(MX, NV), gap_between(NV, MX)
+    values = [{term.name: term.ms for term in found.terms} for found in (there, back)]
+    for name in ("quantization", "idle", "residual"):
+        assert values[0][name].value == pytest.approx(-(values[1][name].value or 0.0))
+        assert values[0][name].half_width == pytest.approx(values[1][name].half_width)
+
+
+def test_without_a_spread_there_is_no_interval() -> None:
+    assert MX.ledger is not None
+    once = {name: times[:1] for name, times in MX.ledger.steps.items()}
+    assert NV.ledger is not None
+    single = [replace(part, ledger=replace(part.ledger, steps=once)) for part in (MX, NV) if part.ledger]
+    terms = {term.name: term.ms for term in gap_between(*single).terms}
+    assert terms["quantization"].half_width is None
+    assert terms["idle"].half_width is None
+
+
+def test_a_bucket_of_one_side_alone_has_that_sides_scatter() -> None:
+    plain = recipe("bf16", BASE, BASE, work={"gemm": 80.0, "attention": 10.0})
+    terms = {term.name: term.ms for term in gap_between(plain, MX).terms}
+    assert (terms["quantization"].half_width or 0.0) > 0.0
+
+
+def test_a_loaded_report_gives_the_gaps_of_the_one_that_was_saved(tmp_path: Path) -> None:
+    from lowprec_callback.analyze.summary import analyze
+
+    made = analyze(gpu_recording(speeds={"bf16": BF16, "fp8_delayed": DELAYED, "fp8_block": DELAYED}))
+    made.save(tmp_path / "report.json")
+    loaded = load_report(tmp_path)
+    assert [(a.name, b.name) for a, b in pairs(loaded)] == [
+        ("bf16", "fp8_delayed"),
+        ("bf16", "fp8_block"),
+        ("fp8_delayed", "fp8_block"),
+    ]
+    for one, other in pairs(loaded):
+        found = gap_between(one, other)
+        assert closes(found)
+        assert found == gap_between(made.recipe(one.name), made.recipe(other.name))
+    assert loaded.recipe("fp8_block").gap == gap_between(loaded.recipe("bf16"), loaded.recipe("fp8_block"))
+
+
+def test_a_recipe_that_did_not_run_has_no_gap_and_a_reason() -> None:
+    refused = RecipeReport("nvfp4", "NVFP4", False, refusal="compute capability 9.0, needs 10.0")
+    assert gap_between(MX, refused).missing == (
+        "no ledger of nvfp4: it did not run: compute capability 9.0, needs 10.0"
+    )
+    assert pairs(replace(report(1), recipes=(MX, refused))) == []
+
+
+def test_the_idle_term_says_which_cause_changed() -> None:
+    sides = []
+    for part, starved in ((MX, 1.0), (NV, 4.0)):
+        assert part.ledger is not None
+        causes = {
+            cause: Figure(starved if cause == "launch-starved" else 0.0, "ms", "estimated") for cause in IDLE_CAUSES
+        }
+        sides.append(replace(part, ledger=replace(part.ledger, idle_parts=causes)))
+    term = next(term for term in gap_between(*sides).terms if term.name == "idle")
+    assert term.note == "the GPU runs nothing; estimated: launch-starved +3.00 ms"

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ from lowprec_callback.recording import End, Environment, Header, Model, Recorder
 from lowprec_callback.report import Report, ReportError
 from lowprec_callback.show import command
 from lowprec_callback.show.console import as_text
+from lowprec_callback.show.html import as_html
 
 from . import samples
 
@@ -219,3 +221,69 @@ def test_torch_is_not_imported(run_folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "interrupted" in done.stdout
+
+
+def with_pairs() -> Report:
+    """Sample a on a GPU that runs MXFP8 and NVFP4."""
+    report = samples.codonfm()
+    renamed = {"fp8_delayed": "mxfp8", "fp8_block": "nvfp4"}
+    kept = [part for part in report.recipes if part.refusal is None]
+    recipes = []
+    for part in kept:
+        name = renamed.get(part.name, part.name)
+        recipes.append(replace(part, name=name, gap=replace(part.gap, recipe=name) if part.gap else None))
+    return replace(report, recipes=(*recipes, replace(report.recipes[-1], name="fp4_extra")))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    with_pairs().save(tmp_path / "report.json")
+    return str(tmp_path / "report.json")
+
+
+def test_the_gap_between_two_recipes(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(saved, "--gap", "mxfp8:fp8_current", "--gap", "bf16:nvfp4", "--width", "80") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Where 513.0 ms became 539.2 (from mxfp8 to fp8_current)\n")
+    assert "of mxfp8" in out
+    assert "(from bf16 to nvfp4)" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "What to do" not in out
+
+
+def test_the_gap_as_json(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(saved, "--gap", "mxfp8:nvfp4", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["baseline"], found["recipe"]) == ("mxfp8", "nvfp4")
+    total = sum(term["ms"]["value"] for term in found["terms"])
+    assert total == pytest.approx(found["end"]["value"] - found["start"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [("mxfp8:fp8", "no recipe 'fp8' in this report; it has bf16"), ("fp4_extra:mxfp8", "fp4_extra did not run: ")],
+)
+def test_a_gap_that_cannot_be(saved: str, pair: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(saved, "--gap", pair) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+
+
+@pytest.mark.parametrize("pair", ["mxfp8", "a:b:c", "mxfp8:", "mxfp8:mxfp8"])
+def test_a_pair_is_two_names(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse("run", "--gap", pair)
+    assert stop.value.code == 2
+    assert "mxfp8" in capsys.readouterr().err or pair == "a:b:c"
+
+
+def test_the_page_shows_mxfp8_against_nvfp4_and_folds_the_other_pairs() -> None:
+    page = as_text(with_pairs(), 100)
+    assert "(from mxfp8 to nvfp4)" in page
+    assert "from mxfp8 to fp8_current" not in page
+    html = as_html(with_pairs())
+    assert "<summary>From mxfp8 to fp8_current</summary>" in html
+    assert "<summary>From mxfp8 to nvfp4</summary>" not in html
+    assert "(from mxfp8 to fp8_current)" in html
+    assert "(from mxfp8 to nvfp4)" not in as_text(samples.codonfm(), 100)
