@@ -278,7 +278,11 @@ def _spent(views: Sequence[TraceView], alike: Mapping[str, Sequence[str]]) -> di
 
 
 def _direction(group: KernelGroup) -> str:
-    return group.phase if group.phase in DIRECTIONS else ""
+    """The phase says it; where none is known, a GEMM's role does. What activation checkpointing runs again counts as
+    backward, in which it runs."""
+    if group.phase in DIRECTIONS:
+        return group.phase
+    return {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(group.role, "")
 
 
 def _ratio(kind: _Kind) -> float:
