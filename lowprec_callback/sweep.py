@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lowprec_callback.engines.base import Around, Engine
+from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
@@ -29,7 +30,7 @@ from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
-from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role
 from lowprec_callback.state import Snapshot
@@ -65,6 +66,7 @@ class Sweep:
         progress: shows how far we are.
         ranges: NVTX ranges.
         clocks: reads the GPU's clock and power at the end of each block.
+        scaler: the training's `torch.amp.GradScaler` or None.
     """
 
     engine: Engine
@@ -77,10 +79,13 @@ class Sweep:
     progress: Progress | None = None
     ranges: Ranges = field(default_factory=lambda: Ranges(False))
     clocks: ClockReader | None = None
+    scaler: Any = None
 
     done: bool = False
     card: RecipeCard | None = None
     """The recipe that runs now; None outside the sweep."""
+    trial: TrialStep | None = None
+    """In a step of the numerics guard: what to call around its forward passes and before its optimizer."""
 
     _script: Steps | None = None
     _clock: StepClock | None = None
@@ -177,7 +182,7 @@ class Sweep:
         if self._script is None:
             return
         script, self._script = self._script, None
-        self.done, self.card, self._clock = True, None, None
+        self.done, self.card, self._clock, self.trial = True, None, None, None
         # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
         with suppress(RuntimeError):
             self._close_step()
@@ -216,6 +221,8 @@ class Sweep:
             self.recorder.add(Problem("trace", self.no_trace))
         if self.settings.nvtx_steps and self.ranges.enabled:
             yield from self._captured()
+        if self.settings.guard_steps and self.snapshot is not None:
+            yield from self._guarded(self.snapshot)
 
     def _use(self, card: RecipeCard, afresh: bool = False) -> None:
         """Switch to a recipe, from a clean state; with `afresh`, even if it is the one that runs."""
@@ -346,6 +353,24 @@ class Sweep:
                 with scopes.installed(), self.engine.watch(scopes.current, around=self.ranges.gemms(log.module_of)):
                     for _ in range(self.settings.nvtx_steps):
                         yield
+
+    def _guarded(self, snapshot: Snapshot) -> Steps:
+        """Every recipe takes the same steps from the snapshot on the same data; the baseline also after all others.
+
+        Last of all: whatever a recipe does to the weights here, no measurement comes after it.
+        """
+        guard = NumericsGuard(self.engine.model, self.scaler)
+        for card, repeat in [*((card, 0) for card in self.cards), (self.baseline, 1)]:
+            self._use(card, afresh=True)
+            self._what = f"numerics of {card.name}"
+            for step in range(-GUARD_SETTLE, self.settings.guard_steps):
+                if step in (-GUARD_SETTLE, 0):
+                    snapshot.restore()
+                keeps = step >= 0 and card is self.baseline and not repeat
+                self.trial = guard.trial(card.name, step, keeps, repeat)
+                yield
+                self.recorder.add(self.trial.fact(self._loss))
+        self.trial = None
 
     def _watched_step(self, log: GemmLog, library: LibraryListener | None = None) -> Steps:
         """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
