@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,6 +268,7 @@ class LowPrecisionProfiler(Callback):
         """Wrap this module's `training_step`, innermost, so that the recipe wins over the precision plugin's region."""
         original: Callable[..., Any] = pl_module.training_step
 
+        @wraps(original)  # Lightning reads from the signature whether the step takes a batch index
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if (trial := self._trial) is None:
                 with self._region():

@@ -442,7 +442,16 @@ class Sweep:
         if isinstance(self._loss, float | int):
             self.recorder.add(Loss(recipe, round_, value=float(self._loss)))
             if not math.isfinite(self._loss):
-                self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", f"the loss is {self._loss}"))
+                self._after_divergence(recipe, round_)
+
+    def _after_divergence(self, recipe: str, round_: int) -> None:
+        """All recipes share the weights: what one has broken would make the others look broken."""
+        what = f"the loss is {self._loss}"
+        if self.snapshot is not None:
+            self.snapshot.restore()
+            self.card = None  # its scales are broken as well: the next block begins from a clean state
+            what += "; the recipes after it start again from the state before the profile"
+        self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", what))
 
 
 def _stop_quietly(tracer: Tracer) -> None:

@@ -37,6 +37,10 @@ LOST_SHARE = 0.01
 """Share of elements, from which gradients that are zero in all steps, but not in the baseline, make a recipe void.
 Below it is doubtful only: an expert that no token was sent to."""
 
+NEGLIGIBLE = 1e-6
+"""A gradient that is a smaller part than this of the whole gradient's norm is rounding (of a bias before a norm layer,
+say, whose true gradient is zero): if it becomes zero, nothing is lost."""
+
 VOID: tuple[NumericsState, ...] = ("not finite", "zero gradients")
 """States in which a recipe's speed counts for nothing."""
 
@@ -109,8 +113,14 @@ class _Run:
         sets = [dict(zip(trial.zero, trial.zero_elements, strict=False)) for trial in self.trials]
         return {name: n for name, n in sets[0].items() if all(name in each for each in sets)} if sets else {}
 
-    def ever_zero(self) -> set[str]:
-        return {name for trial in self.trials for name in trial.zero}
+    def real_gradients(self) -> set[str]:
+        """Parameters whose gradient is more than rounding in step 0, and in no step zero."""
+        zero = {name for trial in self.trials for name in trial.zero}
+        first = self.steps[0][1] if 0 in self.steps else None
+        if first is None or first.grad_norm is None:
+            return set()
+        floor = NEGLIGIBLE * first.grad_norm
+        return {name for name, norm in zip(first.names, first.norms, strict=False) if norm > floor} - zero
 
 
 def _limit(card: Card | None) -> float:
@@ -122,7 +132,7 @@ def _report(
     name: str, own: _Run, other: _Run, base: _Run, baseline: str, limit: float, why_none: str
 ) -> NumericsReport:
     """`other` is what is held against the baseline: the recipe's steps, or the baseline's own repetition."""
-    bound = Figure(limit * 100, "%", facts=("analyze/numerics.py",))
+    bound = Figure(limit * 100, "%")
     if not own.steps:
         return _unknown(why_none, bound)
     length, cut = _common(base, other)
@@ -167,35 +177,44 @@ def _count(number: int, run: _Run) -> Figure:
 
 
 def _not_finite(run: _Run) -> tuple[NumericsState, str] | None:
+    """The first loss or gradient that is not finite. What a loss scaler skips is how it finds its scale."""
+    skipped = 0
     for trial in run.trials:
         if trial.loss is not None and not math.isfinite(trial.loss):
             return "not finite", f"the loss is {trial.loss} {_after(trial.step)} from the common state"
-    bad = [trial for trial in run.trials if trial.not_finite]
-    if not bad:
-        return None
-    if all(trial.loss_scale is not None for trial in bad):
-        # Overflow is how a loss scaler finds its scale; a run that never steps is another thing.
-        if len(bad) < len(run.trials):
-            return None
-        return "not finite", f"the loss scaler skipped all {len(bad)} steps: gradients of {_some(bad[0].not_finite)}"
-    return "not finite", f"the gradients of {_some(bad[0].not_finite)} are not finite {_after(bad[0].step)}"
+        if not trial.not_finite:
+            continue
+        of = f"gradients of {_some(trial.not_finite)} are not finite"
+        if trial.loss_scale is None:
+            return "not finite", f"the {of} {_after(trial.step)} from the common state"
+        skipped += 1
+        if skipped == len(run.trials):
+            return "not finite", f"the loss scaler skipped all {skipped} steps: {of}"
+    return None
 
 
 def _zero(run: _Run, base: _Run, baseline: str) -> tuple[NumericsState, str] | None:
-    elements = run.trials[0].elements
-    if not elements:
-        return None
+    """Gradients that the baseline has, and that are zero in every step, or not there at all."""
+    first = run.trials[0]
     always = run.always_zero()
-    if sum(always.values()) == elements:
+    if first.parameters and sum(always.values()) == first.elements:
         return "zero gradients", "every gradient is zero"
-    # A gradient that is zero in the baseline as well, at times even, is the model's own matter.
-    lost = {name: n for name, n in always.items() if base.steps and name not in base.ever_zero()}
-    if not lost:
+    if not base.steps or 0 not in run.steps:
         return None
-    share = sum(lost.values()) / elements
-    of_all = f"{_share(share)} of all elements"
-    told = f"the gradients of {_some(lost)} are zero in every step, and not in {baseline} ({of_all})"
-    return ("zero gradients" if share >= LOST_SHARE else "far"), told
+    had = base.steps[0][1]
+    if not first.parameters and first.without and had.parameters:
+        return "zero gradients", f"no parameter has a gradient, where {baseline} has {had.parameters}"
+    # A gradient that is zero in the baseline as well, at times even, is the model's own matter.
+    real = base.real_gradients()
+    zero = {name: n for name, n in always.items() if name in real}
+    gone = [name for name in had.names if name in real and name not in first.names] if first.parameters else []
+    if not zero and not gone:
+        return None
+    elements = sum(zero.values()) + (max(had.elements - first.elements, 0) if gone else 0)
+    share = elements / max(had.elements, 1)
+    lost = "zero or missing" if zero and gone else "zero" if zero else "missing"
+    told = f"the gradients of {_some([*zero, *gone])} are {lost} in every step, and not in {baseline}"
+    return ("zero gradients" if share >= LOST_SHARE else "far"), f"{told} ({_share(share)} of all elements)"
 
 
 # --- The distance -----------------------------------------------------------------------------------------
@@ -269,7 +288,8 @@ def _compared(
         return "unknown", f"losses and gradients are finite; {'' if is_baseline else 'not compared: '}{why}"
     when = _after(at)
     if is_baseline:
-        told = f"repeated from the same state on the same data, its loss is {_percent(d)} away {when}"
+        away = f"its loss is {_percent(d)} away {when}" if d else "its losses are the same to the last bit"
+        told = f"repeated from the same state on the same data, {away}"
         if d <= limit:
             return "ok", told
         return "unknown", f"{told}: something that is not put back decides it, so no recipe can be compared"
