@@ -353,7 +353,8 @@ def frozen_scales(scales: Sequence[tuple[int, Scales]]) -> tuple[bool, str | Non
     tensors = {(module, tensor) for module, tensor, _ in moved}
     values = {key: {v for m, t, v in moved if (m, t) == key} for key in tensors}
     several = sum(len(found) > 1 for found in values.values())
-    return False, f"scales of {len(tensors)} tensors left 1, and {several} of them changed from block to block"
+    many = f"scales of {len(tensors)} tensors" if len(tensors) > 1 else "scale of 1 tensor"
+    return False, f"the {many} left 1, and changed from block to block in {several}"
 
 
 def _at(fact: Scales, values: Iterable[float]) -> list[tuple[str, float]]:

@@ -455,7 +455,7 @@ def test_an_unwritable_folder_gives_way_to_a_temporary_one(tmp_path: Path) -> No
 def test_a_step_is_an_optimizer_step(tmp_path: Path) -> None:
     callback = profiler(tmp_path)
     module = Tiny()
-    trainer(tmp_path, callback, steps=25, accumulate_grad_batches=3).fit(module, loader(75))
+    trainer(tmp_path, callback, steps=40, accumulate_grad_batches=3).fit(module, loader(120))
     facts = recording_of(tmp_path)
     (plan,) = facts.of(Plan)
     assert plan.micro_batches == 3
