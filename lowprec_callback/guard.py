@@ -222,7 +222,7 @@ class TrialStep:
         if not self._losses:
             self.computed(loss)
         read = self._gradients
-        zero = [name for name, gradient in read.items() if gradient.largest == 0]
+        of_step_0 = list(read.items()) if self.step == 0 else []
         losses = [float(value) for value in self._losses.values()]
         same = self._same()
         if self.step >= 0:
@@ -243,11 +243,11 @@ class TrialStep:
             parameters=len(read),
             elements=sum(gradient.elements for gradient in read.values()),
             without=len(self._without - read.keys()),
-            zero=tuple(zero),
-            zero_elements=tuple(read[name].elements for name in zero),
+            zero=tuple(name for name, gradient in read.items() if gradient.largest == 0),
             not_finite=tuple(name for name, gradient in read.items() if not math.isfinite(gradient.largest)),
-            names=tuple(read) if self.step == 0 else (),
-            norms=tuple(gradient.norm for gradient in read.values()) if self.step == 0 else (),
+            names=tuple(name for name, _ in of_step_0),
+            norms=tuple(gradient.norm for _, gradient in of_step_0),
+            sizes=tuple(gradient.elements for _, gradient in of_step_0),
             loss_scale=self._scale,
             missing="; ".join(self._missing) or None,
         )

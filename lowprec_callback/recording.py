@@ -361,14 +361,14 @@ class Trial(Fact):
     """Parameters that ask for a gradient and have none."""
     zero: tuple[str, ...] = ()
     """Parameters whose gradient is zero in every element."""
-    zero_elements: tuple[int, ...] = ()
-    """Elements of each of them."""
     not_finite: tuple[str, ...] = ()
     """Parameters with an element of the gradient that is infinite or no number."""
     names: tuple[str, ...] = ()
     """In step 0, where all recipes have the same weights: the parameters with a gradient."""
     norms: tuple[float, ...] = ()
-    """And the norm of each."""
+    """The norm of each."""
+    sizes: tuple[int, ...] = ()
+    """The elements of each."""
     loss_scale: float | None = None
     """The loss scaler's scale, if there is one: what it finds not finite it skips. Norms are without it."""
     missing: str | None = None

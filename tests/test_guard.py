@@ -195,8 +195,8 @@ def test_norms_and_counts() -> None:
     fact = read(torch.tensor([3.0, 0, 0, 0]), torch.tensor([0, 4.0, 0, 0]), torch.zeros(4), None)
     assert fact.grad_norm == pytest.approx(5.0)
     assert (fact.parameters, fact.elements, fact.without) == (3, 12, 1)
-    assert (fact.zero, fact.zero_elements, fact.not_finite) == (("2",), (4,), ())
-    assert (fact.names, fact.norms) == (("0", "1", "2"), (3.0, 4.0, 0.0))
+    assert (fact.zero, fact.not_finite) == (("2",), ())
+    assert (fact.names, fact.norms, fact.sizes) == (("0", "1", "2"), (3.0, 4.0, 0.0), (4, 4, 4))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

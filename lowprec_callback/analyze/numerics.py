@@ -7,7 +7,8 @@ Every recipe took the same steps t = 0, 1, ... from the same state on the same d
 
 Beside the size of the loss stands the way that the baseline's loss went: without it a loss near zero would make any
 recipe look wrong. A loss with a large constant in it hides a difference, so gradients are compared too: r is the norm
-of the recipe's gradient over that of the baseline's in step 0, where both have the same weights.
+of the recipe's gradient over that of the baseline's in step 0, where both have the same weights; for the whole model
+and for each parameter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.recording import Card, Scales, Trial
@@ -36,6 +38,10 @@ are larger than the gradient itself; below 1 / sqrt(2) more than half of its squ
 LOST_SHARE = 0.01
 """Share of elements, from which gradients that are zero in all steps, but not in the baseline, make a recipe void.
 Below it is doubtful only: an expert that no token was sent to."""
+
+CHANGED_SHARE = 0.05
+"""Share of elements, from which parameters whose own gradients leave the limits of r are told: embeddings and the head,
+which no recipe reaches, can be most of the whole gradient's length and hide what became of the rest."""
 
 NEGLIGIBLE = 1e-6
 """A gradient that is a smaller part than this of the whole gradient's norm is rounding (of a bias before a norm layer,
@@ -108,19 +114,31 @@ class _Run:
     def facts(self) -> tuple[str, ...]:
         return lines_of("trial", [line for line, _ in self.steps.values()])
 
-    def always_zero(self) -> dict[str, int]:
-        """Parameters whose gradient is zero in every step, and their elements."""
-        sets = [dict(zip(trial.zero, trial.zero_elements, strict=False)) for trial in self.trials]
-        return {name: n for name, n in sets[0].items() if all(name in each for each in sets)} if sets else {}
+    def always_zero(self) -> list[str]:
+        """Parameters whose gradient is zero in every step."""
+        rest = [set(trial.zero) for trial in self.trials[1:]]
+        return [name for name in self.trials[0].zero if all(name in each for each in rest)] if self.steps else []
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each parameter with a gradient in step 0."""
+        first = self.steps[0][1] if 0 in self.steps else None
+        return dict(zip(first.names, first.sizes, strict=False)) if first is not None else {}
+
+    def norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient in step 0."""
+        first = self.steps[0][1] if 0 in self.steps else None
+        return dict(zip(first.names, first.norms, strict=False)) if first is not None else {}
+
+    def share(self, names: Iterable[str]) -> float:
+        """Part of all elements with a gradient that these parameters have [1]."""
+        sizes = self.sizes()
+        return sum(sizes.get(name, 0) for name in names) / max(sum(sizes.values()), 1)
 
     def real_gradients(self) -> set[str]:
         """Parameters whose gradient is more than rounding in step 0, and in no step zero."""
         zero = {name for trial in self.trials for name in trial.zero}
-        first = self.steps[0][1] if 0 in self.steps else None
-        if first is None or first.grad_norm is None:
-            return set()
-        floor = NEGLIGIBLE * first.grad_norm
-        return {name for name, norm in zip(first.names, first.norms, strict=False) if norm > floor} - zero
+        floor = NEGLIGIBLE * math.hypot(*self.norms().values())
+        return {name for name, norm in self.norms().items() if norm > floor} - zero
 
 
 def _limit(card: Card | None) -> float:
@@ -197,21 +215,20 @@ def _zero(run: _Run, base: _Run, baseline: str) -> tuple[NumericsState, str] | N
     """Gradients that the baseline has, and that are zero in every step, or not there at all."""
     first = run.trials[0]
     always = run.always_zero()
-    if first.parameters and sum(always.values()) == first.elements:
+    if first.parameters and len(always) == first.parameters:
         return "zero gradients", "every gradient is zero"
-    if not base.steps or 0 not in run.steps:
+    if 0 not in base.steps or 0 not in run.steps:
         return None
     had = base.steps[0][1]
     if not first.parameters and first.without and had.parameters:
         return "zero gradients", f"no parameter has a gradient, where {baseline} has {had.parameters}"
     # A gradient that is zero in the baseline as well, at times even, is the model's own matter.
     real = base.real_gradients()
-    zero = {name: n for name, n in always.items() if name in real}
-    gone = [name for name in had.names if name in real and name not in first.names] if first.parameters else []
+    zero = [name for name in always if name in real]
+    gone = [name for name in had.names if name in real and name not in first.names] if first.names else []
     if not zero and not gone:
         return None
-    elements = sum(zero.values()) + (max(had.elements - first.elements, 0) if gone else 0)
-    share = elements / max(had.elements, 1)
+    share = base.share([*zero, *gone])
     lost = "zero or missing" if zero and gone else "zero" if zero else "missing"
     told = f"the gradients of {_some([*zero, *gone])} are {lost} in every step, and not in {baseline}"
     return ("zero gradients" if share >= LOST_SHARE else "far"), f"{told} ({_share(share)} of all elements)"
@@ -310,15 +327,26 @@ def _compared(
 
 
 def _gradient_lost(ratio: Figure, base: _Run, other: _Run, baseline: str) -> str | None:
-    """What is wrong with the gradient in step 0, if r leaves its limits."""
-    if ratio.value is None or 1 / GRADIENT_LIMIT <= ratio.value <= GRADIENT_LIMIT:
+    """What is wrong with the gradient in step 0: of all parameters together, or of too many of them by themselves."""
+    if ratio.value is None:
         return None
-    norms = [dict(zip(run.steps[0][1].names, run.steps[0][1].norms, strict=False)) for run in (base, other)]
-    changed = {name: abs(norm**2 - norms[0][name] ** 2) for name, norm in norms[1].items() if name in norms[0]}
-    worst = sorted(changed, key=lambda name: -changed[name])
-    where = f", mostly in {_some(worst)}" if worst else ""
-    bounds = f"{1 / GRADIENT_LIMIT:.2f}x to {GRADIENT_LIMIT:.2f}x"
-    return f"its gradient at the same weights is {ratio.value:.3g}x as long as {baseline}'s{where} (limits {bounds})"
+    own, norms, real = other.norms(), base.norms(), base.real_gradients()
+    ratios = {name: own[name] / norms[name] for name in norms if name in own and name in real}
+    changed = [name for name, value in ratios.items() if not _fits(value)]
+    share = base.share(changed)
+    bounds = f"limits {1 / GRADIENT_LIMIT:.2f}x to {GRADIENT_LIMIT:.2f}x"
+    if share >= CHANGED_SHARE:
+        worst = sorted(changed, key=lambda name: -abs(own[name] ** 2 - norms[name] ** 2))
+        typical = median(ratios[name] for name in changed)
+        those = f"those of {_some(worst)} ({_share(share)} of all elements) {typical:.3g}x in the median"
+        return f"at the same weights, gradients are not as long as {baseline}'s: {those} ({bounds})"
+    if not _fits(ratio.value):
+        return f"its gradient at the same weights is {ratio.value:.3g}x as long as {baseline}'s ({bounds})"
+    return None
+
+
+def _fits(ratio: float) -> bool:
+    return 1 / GRADIENT_LIMIT <= ratio <= GRADIENT_LIMIT
 
 
 def _loss(run: _Run, step: int, name: str) -> Figure:
