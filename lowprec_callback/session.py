@@ -170,7 +170,7 @@ class Session:
         self.say(
             f"lowprec: profiling {names} on {self.engine.name} ({self.engine.why}) over the next "
             f"{self.sweep.total_steps} optimizer steps: {s.rounds} rounds x ({s.settle_steps} settled + "
-            f"{s.timed_steps} timed), {s.traced_steps} traced a recipe"
+            f"{s.timed_steps} timed), {s.traced_steps} traced and {s.guard_steps} compared a recipe"
         )
         if shrunk:
             self.say(f"lowprec: {shrunk}")
