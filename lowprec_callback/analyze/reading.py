@@ -48,6 +48,8 @@ class Scene:
     @property
     def measured(self) -> tuple[RecipeReport, ...]:
         """Recipes beside the baseline with a known speedup that means something."""
+        if self.baseline.name in self.void:
+            return ()
         return tuple(
             part
             for part in self.others
@@ -132,6 +134,8 @@ def _nothing_measured(scene: Scene) -> str:
     if not scene.others:
         where = "capture" if scene.imported else "Recording"
         return f"No recipe beside {base.name} is in this {where}, so there is nothing to compare."
+    if base.name in scene.void:
+        return f"No speedup means anything, because {base.name}, which recipes are compared with, does not compute."
     if base.step_ms.value is None:
         return f"No speedup is known, because the step of {base.name} was not timed: {base.step_ms.reason}."
     reasons = "; ".join(f"{part.name}: {_why_not(part)}" for part in scene.others if part.name not in scene.void)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from lowprec_callback.analyze.numerics import GRADIENT_LIMIT, LIMIT, LIMIT_4_BIT
 from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.recording import Plan, Recording, Scales, Trial
 from lowprec_callback.report import NumericsReport
+from lowprec_callback.show.console import as_text
 
 from .recordings import BF16_CARD, CURRENT_CARD, NVFP4_CARD, gpu_facts
 
@@ -358,3 +360,20 @@ def test_a_run_that_ended_before_it() -> None:
     guard = made.recipe("fp8_delayed").guard
     assert guard is not None
     assert guard.why.startswith("the run ended before it (the Recording has no end")
+
+
+def test_with_a_baseline_that_does_not_compute_nothing_is_compared() -> None:
+    broken = run("bf16", (math.nan,) * 4)
+    made = analyze(Recording.from_facts([*FACTS[:-1], *broken, *run("fp8_delayed"), FACTS[-1]]))
+    assert made.headline[0].startswith("bf16: the loss is nan before the first update")
+    assert made.headline[1].startswith("No speedup means anything, because bf16")
+    assert not any("faster" in text for text in made.headline)
+    page = as_text(made)
+    assert "void: of bf16, the loss is nan before the first update" in page
+    assert re.search(r"fp8_delayed +6.40 ±0.0\d +\[1\] ", page)
+
+
+def test_a_void_speed_is_not_in_the_table() -> None:
+    page = as_text(whole(*run("fp8_delayed", zero=NAMES)))
+    assert "void: every gradient is zero" in page
+    assert re.search(r"fp8_delayed +6.40 ±0.0\d +\[1\] ", page)
