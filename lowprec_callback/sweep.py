@@ -1,8 +1,9 @@
 """The sweep: which recipe runs on which optimizer step, and what is watched while it does.
 
 The sweep knows no Trainer. Whoever owns the loop calls `region` around each forward pass, `step_end` after each
-optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end. Inside, the sweep is one
-script, read from top to bottom: each `yield` is one optimizer step of the user's loop.
+optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end; and while there is a `trial`,
+what it asks for (`guard`). Inside, the sweep is one script, read from top to bottom: each `yield` is one optimizer step
+of the user's loop.
 """
 
 from __future__ import annotations
