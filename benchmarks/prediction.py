@@ -107,7 +107,7 @@ def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] |
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     options = Options(
         recipes=recipes,
-        settings=Settings(rounds=rounds, settle_steps=3, timed_steps=6, traced_steps=2),
+        settings=Settings(rounds=rounds, settle_steps=3, timed_steps=6, traced_steps=2, guard_steps=0),
         output_dir=str(folder),
         progress=False,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ class LowPrecisionProfiler(Callback):
             Nsight Systems is attached.
         nvtx_steps: with NVTX, optimizer steps for each recipe that also have ranges for modules and GEMMs, all of them
             inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
+        guard_steps: optimizer steps that every recipe takes from the same state on the same data, so that their losses
+            and gradients can be compared with the baseline's (which takes them twice); 0 for none. Needs `restore`.
         progress: show a progress bar (plain lines where another bar owns the terminal).
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
@@ -90,6 +93,7 @@ class LowPrecisionProfiler(Callback):
         seed: int = 0,
         nvtx: bool | None = None,
         nvtx_steps: int = 2,
+        guard_steps: int = 4,
         progress: bool = True,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
@@ -98,8 +102,18 @@ class LowPrecisionProfiler(Callback):
     ) -> None:
         super().__init__()
         try:
-            most = (4 * rounds if rounds > 1 else 0) if max_rounds is None else max_rounds
-            settings = Settings(rounds, settle_steps, timed_steps, traced_steps, seed, nvtx_steps, most, step_precision)
+            most = max_rounds if max_rounds is not None else 4 * rounds if isinstance(rounds, int) and rounds > 1 else 0
+            settings = Settings(
+                rounds,
+                settle_steps,
+                timed_steps,
+                traced_steps,
+                seed,
+                nvtx_steps,
+                max_rounds=most,
+                step_precision=step_precision,
+                guard_steps=guard_steps,
+            )
             for names in (recipes, baseline, continue_with):
                 resolve(names, ANY_ENGINE)
             if fail_on_fallback and not traced_steps:
@@ -151,6 +165,8 @@ class LowPrecisionProfiler(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the optimizer's step, to see whether this batch completes one."""
         self._step_of_batch = trainer.global_step
+        if (trial := self._trial) is not None:
+            trial.batch_begins()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Backward begins."""
@@ -163,7 +179,9 @@ class LowPrecisionProfiler(Callback):
             self._sweep.phase("")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The optimizer begins; its phase lasts to the end of the step."""
+        """The optimizer begins; its phase lasts to the end of the step. Gradients are not clipped yet."""
+        if (trial := self._trial) is not None:
+            trial.gradients(optimizer)
         if self._sweeping:
             self._sweep.phase("optimizer")
 
@@ -231,6 +249,10 @@ class LowPrecisionProfiler(Callback):
         assert self.session is not None
         return self.session.sweep
 
+    @property
+    def _trial(self) -> Any:
+        return self._sweep.trial if self._sweeping else None
+
     def _complete(self, trainer: Trainer) -> None:
         assert self.session is not None
         self.session.close("finished")
@@ -263,9 +285,16 @@ class LowPrecisionProfiler(Callback):
         """Wrap this module's `training_step`, innermost, so that the recipe wins over the precision plugin's region."""
         original: Callable[..., Any] = pl_module.training_step
 
+        @wraps(original)  # Lightning reads from the signature whether the step takes a batch index
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            if (trial := self._trial) is None:
+                with self._region():
+                    return original(*args, **kwargs)
+            args, kwargs = trial.inputs(args, kwargs)
             with self._region():
-                return original(*args, **kwargs)
+                output = original(*args, **kwargs)
+            trial.computed(output)
+            return output
 
         self._own_step = pl_module.__dict__.get("training_step")
         self._patched = pl_module

@@ -15,6 +15,9 @@ session, which can lose kernels at its start, and whose kernels do not count."""
 NVTX_SETTLE = 1
 """Before the steps of a recipe that are captured: one in which its state is built again."""
 
+GUARD_SETTLE = 1
+"""Before the compared steps of the numerics guard: one in which a recipe's scales settle; its update is undone."""
+
 PROBE_NEEDS = 3
 """Settle steps from which one can be spared to measure the host's launch time: rebuild, probe, fill the queue again."""
 
@@ -44,6 +47,9 @@ class Settings:
     beyond the plan."""
     step_precision: float = 0.02
     """Half-width of a step's time, relative to it, at which no more rounds are taken."""
+    guard_steps: int = 4
+    """Steps that every recipe takes from the same state on the same data, for their losses and gradients to be
+    compared, the baseline twice; 0 for none."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -53,6 +59,7 @@ class Settings:
             ("traced_steps", 0),
             ("nvtx_steps", 0),
             ("max_rounds", 0),
+            ("guard_steps", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -70,7 +77,9 @@ class Settings:
         """Optimizer steps that the plan takes for so many recipes."""
         traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
         captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
-        return LEAD_STEPS + self.rounds * self.round_steps(recipes) + recipes * (traced + captured)
+        # The baseline's once more, at the end.
+        guarded = (recipes + 1) * (self.guard_steps + GUARD_SETTLE) if self.guard_steps else 0
+        return LEAD_STEPS + self.rounds * self.round_steps(recipes) + recipes * (traced + captured) + guarded
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,9 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
     """Shrink the plan until it fits into the steps that there are.
 
     What goes first costs least: rounds down to 2 (fewer looks at clock drift), timed steps down to 4 (a wider
-    interval), traced steps down to 1, settle steps down to 2, the last rounds, then the shortest block that still
-    gives an interval; tracing goes last, because without it there is no ledger and no verdict.
+    interval), traced steps down to 1, the numerics guard down to 2 steps, settle steps down to 2, the last rounds, then
+    the shortest block that still gives an interval, then the guard; tracing goes last, because without it there is no
+    ledger and no verdict.
 
     Args:
         asked: the settings that were asked for.
@@ -108,12 +118,14 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
         ("rounds", 2),
         ("timed_steps", 4),
         ("traced_steps", 1),
+        ("guard_steps", 2),
         ("settle_steps", 2),
         ("nvtx_steps", 1),
         ("rounds", 1),
         ("timed_steps", 2),
         ("settle_steps", 1),
         ("nvtx_steps", 0),
+        ("guard_steps", 0),
         ("traced_steps", 0),
     )
     settings = asked
@@ -129,7 +141,7 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
 
 
 def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> str:
-    names = ("rounds", "settle_steps", "timed_steps", "traced_steps", "nvtx_steps")
+    names = ("rounds", "settle_steps", "timed_steps", "traced_steps", "nvtx_steps", "guard_steps")
     cuts = [f"{n} {getattr(asked, n)} -> {getattr(got, n)}" for n in names if getattr(asked, n) != getattr(got, n)]
     before, after = asked.rounds * asked.timed_steps, got.rounds * got.timed_steps
     costs = []
@@ -149,6 +161,10 @@ def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> st
         costs.append("no traced steps: no ledger, no gap and no verdict")
     elif got.traced_steps < asked.traced_steps:
         costs.append(f"the ledger rests on {_count(got.traced_steps, 'traced step')} a recipe")
+    if got.guard_steps == 0 < asked.guard_steps:
+        costs.append("no numerics guard: nothing compares the recipes' losses and gradients")
+    elif got.guard_steps < asked.guard_steps:
+        costs.append(f"the numerics guard compares {_count(got.guard_steps, 'step')} a recipe")
     if got.nvtx_steps == 0 < asked.nvtx_steps:
         costs.append("no steps inside the capture window")
     return (

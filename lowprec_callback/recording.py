@@ -138,6 +138,10 @@ class Plan(Fact):
     """Optimizer steps that the whole plan takes."""
     shrunk: str | None = None
     """If the fit was too short for what was asked: what was cut, and what that costs in certainty."""
+    guard_steps: int = 0
+    """Optimizer steps of the numerics guard that are compared, for each recipe."""
+    no_guard: str | None = None
+    """Why there are none, if not because of the fit's length."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +343,51 @@ class Loss(Fact):
     round: int
     value: float
     grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial(Fact):
+    """One optimizer step of the numerics guard: every recipe takes the same ones, from the same state on the same data.
+
+    Gradients are read after backward and before clipping and the optimizer. Parameters are named as
+    `Module.named_parameters` does. With several processes, all of it is this process's own share.
+    """
+
+    kind: ClassVar[str] = "trial"
+    recipe: str
+    step: int
+    """Optimizer steps since the common state; -1: a step before it, from the same state, in which scales settle. Of
+    that one nothing is compared."""
+    repeat: int = 0
+    """1: the baseline once more, after all recipes: what differs then is no recipe's doing."""
+    loss: float | None = None
+    """What `training_step` returned, as mean over the micro-batches."""
+    micro_batches: int = 0
+    """Forward passes that it is the mean of."""
+    replayed: bool = False
+    """Whether the batches are those of the baseline's step (as the baseline's own are)."""
+    grad_norm: float | None = None
+    """Euclidean norm over all gradients that were read."""
+    parameters: int = 0
+    """Parameters with a gradient."""
+    elements: int = 0
+    """Their elements."""
+    without: int = 0
+    """Parameters that ask for a gradient and have none."""
+    zero: tuple[str, ...] = ()
+    """Parameters whose gradient is zero in every element."""
+    not_finite: tuple[str, ...] = ()
+    """Parameters with an element of the gradient that is infinite or no number."""
+    names: tuple[str, ...] = ()
+    """In step 0, where all recipes have the same weights: the parameters with a gradient."""
+    norms: tuple[float, ...] = ()
+    """The norm of each."""
+    sizes: tuple[int, ...] = ()
+    """The elements of each."""
+    loss_scale: float | None = None
+    """The loss scaler's scale, if there is one: what it finds not finite it skips. Norms are without it."""
+    missing: str | None = None
+    """Why a loss, a gradient or the same data is missing."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ _ORIGINS: tuple[Origin, ...] = ("measured", "derived", "estimated")
 
 VerdictWord = Literal["confirmed", "fallback", "by_request", "outside", "emulated", "unproven"]
 
+NumericsState = Literal["ok", "far", "frozen scales", "zero gradients", "not finite", "unknown"]
+
 BUCKETS = (
     "gemm",
     "quantize",
@@ -348,6 +350,36 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
+class NumericsReport:
+    """The numerics guard of one recipe: steps from the same state on the same data as the baseline's.
+
+    Of the baseline, `loss`, `distance` and `gradient_ratio` are those of its own repetition against it.
+    """
+
+    state: NumericsState
+    """`ok`; `far`: further from the baseline than the limit; `frozen scales`; `zero gradients` and `not finite`, which
+    make the speed void; `unknown`."""
+    why: str
+    """What was seen, as a clause."""
+    steps: int = 0
+    """Optimizer steps that were compared."""
+    loss_baseline: Figure = Figure(None, "nats", reason="not recorded")
+    """At the step where the two losses are furthest apart."""
+    loss: Figure = Figure(None, "nats", reason="not recorded")
+    distance: Figure = Figure(None, "%", reason="not recorded")
+    """Of the losses (`analyze.numerics`)."""
+    limit: Figure = Figure(None, "%", reason="not recorded")
+    gradient_ratio: Figure = Figure(None, "x", reason="not recorded")
+    """Norm of the gradient over the baseline's, at the same weights."""
+    zero: Figure = Figure(None, "parameters", reason="not recorded")
+    """Parameters whose gradient is zero in all steps."""
+    not_finite: Figure = Figure(None, "parameters", reason="not recorded")
+    """Parameters with a gradient that is not finite in some step."""
+    scales: str | None = None
+    """What delayed scaling's scales did. None: there are none, or none were recorded."""
+
+
+@dataclass(frozen=True)
 class RecipeReport:
     """Everything about one recipe."""
 
@@ -375,8 +407,10 @@ class RecipeReport:
     loss: Figure = Figure(None, "nats", reason="not recorded")
     clocks: str | None = None
     numerics: str | None = None
+    guard: NumericsReport | None = None
+    """Whether it computes what the baseline does. None: a report that is older than the guard."""
     void: str | None = None
-    """Why this recipe's speed counts for nothing: its loss is not finite."""
+    """Why this recipe's speed counts for nothing: its loss or a gradient is not finite, or gradients are zero."""
     prediction: Prediction | None = None
     """None for the baseline, and for a recipe that did not run."""
     asked: dict[str, str] | None = None

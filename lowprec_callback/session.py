@@ -123,6 +123,8 @@ class Session:
             asked_for = replace(options.settings, traced_steps=0) if no_trace else options.settings
             if not ranges.enabled:
                 asked_for = replace(asked_for, nvtx_steps=0)
+            if not options.restore:
+                asked_for = replace(asked_for, guard_steps=0)
             fitted = plan.fit(asked_for, len(able), training.steps_left)
         except (PlanError, RecipeError) as error:
             raise ProfilerError(str(error)) from error
@@ -145,8 +147,10 @@ class Session:
             ranges=ranges,
             clocks=ClockReader() if device_type == "cuda" else None,
             spare_steps=fitted.spare,
+            scaler=training.scaler,
         )
-        recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk))
+        no_guard = _why_no_guard(options, fitted.settings)
+        recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk, no_guard))
         if folder_problem:
             recorder.add(Problem("output_dir", folder_problem))
         if training.world_size > 1:
@@ -167,7 +171,7 @@ class Session:
         self.say(
             f"lowprec: profiling {names} on {self.engine.name} ({self.engine.why}) over the next "
             f"{self.sweep.total_steps} optimizer steps: {s.rounds} rounds x ({s.settle_steps} settled + "
-            f"{s.timed_steps} timed), {s.traced_steps} traced a recipe"
+            f"{s.timed_steps} timed), {s.traced_steps} traced and {s.guard_steps} compared a recipe"
         )
         if shrunk:
             self.say(f"lowprec: {shrunk}")
@@ -280,7 +284,7 @@ def _model_fact(training: Training, engine: Engine) -> Model:
     )
 
 
-def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None) -> Plan:
+def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None, no_guard: str | None) -> Plan:
     s = sweep.settings
     return Plan(
         recipes=tuple(card.name for card in sweep.cards),
@@ -293,7 +297,17 @@ def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None) -> Plan:
         micro_batches=micro_batches,
         steps=sweep.total_steps,
         shrunk=shrunk,
+        guard_steps=s.guard_steps,
+        no_guard=no_guard,
     )
+
+
+def _why_no_guard(options: Options, fitted: Settings) -> str | None:
+    if fitted.guard_steps:
+        return None
+    if not options.restore:
+        return "the state is not kept (restore=False), so recipes cannot start from the same one"
+    return "the fit is too short for it" if options.settings.guard_steps else "it was switched off (guard_steps=0)"
 
 
 def _why_no_trace() -> str | None:

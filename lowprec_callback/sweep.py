@@ -1,8 +1,9 @@
 """The sweep: which recipe runs on which optimizer step, and what is watched while it does.
 
 The sweep knows no Trainer. Whoever owns the loop calls `region` around each forward pass, `step_end` after each
-optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end. Inside, the sweep is one
-script, read from top to bottom: each `yield` is one optimizer step of the user's loop.
+optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end; and while there is a `trial`,
+what it asks for (`guard`). Inside, the sweep is one script, read from top to bottom: each `yield` is one optimizer step
+of the user's loop.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lowprec_callback.engines.base import Around, Engine
+from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
@@ -29,7 +31,7 @@ from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
-from lowprec_callback.plan import NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role, Sampled
 from lowprec_callback.rounds import Rounds, widest
@@ -67,6 +69,7 @@ class Sweep:
         ranges: NVTX ranges.
         clocks: reads the GPU's clock and power at the end of each block.
         spare_steps: optimizer steps that the fit has beyond the plan, for more rounds; None if it has no end.
+        scaler: the training's `torch.amp.GradScaler` or None.
     """
 
     engine: Engine
@@ -80,10 +83,13 @@ class Sweep:
     ranges: Ranges = field(default_factory=lambda: Ranges(False))
     clocks: ClockReader | None = None
     spare_steps: int | None = 0
+    scaler: Any = None
 
     done: bool = False
     card: RecipeCard | None = None
     """The recipe that runs now; None outside the sweep."""
+    trial: TrialStep | None = None
+    """In a step of the numerics guard: what to call around its forward passes and before its optimizer."""
 
     _script: Steps | None = None
     _clock: StepClock | None = None
@@ -181,7 +187,7 @@ class Sweep:
         if self._script is None:
             return
         script, self._script = self._script, None
-        self.done, self.card, self._clock = True, None, None
+        self.done, self.card, self._clock, self.trial = True, None, None, None
         # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
         with suppress(RuntimeError):
             self._close_step()
@@ -216,6 +222,8 @@ class Sweep:
             self.recorder.add(Problem("trace", self.no_trace))
         if self.settings.nvtx_steps and self.ranges.enabled:
             yield from self._captured()
+        if self.settings.guard_steps and self.snapshot is not None:
+            yield from self._guarded(self.snapshot)
 
     def _use(self, card: RecipeCard, afresh: bool = False) -> None:
         """Switch to a recipe, from a clean state; with `afresh`, even if it is the one that runs."""
@@ -364,6 +372,24 @@ class Sweep:
                     for _ in range(self.settings.nvtx_steps):
                         yield
 
+    def _guarded(self, snapshot: Snapshot) -> Steps:
+        """Every recipe takes the same steps from the snapshot on the same data; the baseline also after all others.
+
+        Last of all: whatever a recipe does to the weights here, no measurement comes after it.
+        """
+        guard = NumericsGuard(self.engine.model, self.scaler)
+        for card, repeat in [*((card, 0) for card in self.cards), (self.baseline, 1)]:
+            self._use(card, afresh=True)
+            self._what = f"numerics of {card.name}"
+            for step in range(-GUARD_SETTLE, self.settings.guard_steps):
+                if step in (-GUARD_SETTLE, 0):
+                    snapshot.restore()
+                keeps = step >= 0 and card is self.baseline and not repeat
+                self.trial = guard.trial(card.name, step, keeps, repeat)
+                yield
+                self.recorder.add(self.trial.fact(self._loss))
+        self.trial = None
+
     def _watched_step(self, log: GemmLog, library: LibraryListener | None = None) -> Steps:
         """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
 
@@ -434,7 +460,16 @@ class Sweep:
         if isinstance(self._loss, float | int):
             self.recorder.add(Loss(recipe, round_, value=float(self._loss)))
             if not math.isfinite(self._loss):
-                self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", f"the loss is {self._loss}"))
+                self._after_divergence(recipe, round_)
+
+    def _after_divergence(self, recipe: str, round_: int) -> None:
+        """All recipes share the weights: what one has broken would make the others look broken."""
+        what = f"the loss is {self._loss}"
+        if self.snapshot is not None:
+            self.snapshot.restore()
+            self.card = None  # its scales are broken as well: the next block begins from a clean state
+            what += "; the recipes after it start again from the state before the profile"
+        self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", what))
 
 
 def _stop_quietly(tracer: Tracer) -> None:

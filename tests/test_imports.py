@@ -30,13 +30,14 @@ RANKS = {
     "engines": 5,
     "measure": 5,
     "state": 6,
-    "sweep": 7,
-    "session": 8,
-    "callback": 9,
+    "guard": 7,
+    "sweep": 8,
+    "session": 9,
+    "callback": 10,
 }
 """A module imports from its own area and from areas of a lower rank; engines and measure are one layer."""
 
-COMMAND = 10
+COMMAND = 11
 """Rank of whatever is not in the table, the command line first of all: it imports what it likes, none imports it."""
 
 READERS = ("analyze", "show")
@@ -172,7 +173,7 @@ def test_what_is_measured_knows_nothing_of_reports() -> None:
     wrong = [
         each
         for each in ours()
-        if area(each.source) in ("recording", "measure", "engines", "state", "sweep")
+        if area(each.source) in ("recording", "measure", "engines", "state", "guard", "sweep")
         and area(each.target) in ("report", *READERS)
     ]
     assert not wrong, shown(wrong)

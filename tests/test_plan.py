@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lowprec_callback.plan import Fitted, PlanError, Settings, fit, order_of_rounds
 
-SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps")
-SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0)
+SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
+SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, guard_steps=0)
 
 settings_of_any_size = st.builds(
     Settings,
@@ -20,6 +20,7 @@ settings_of_any_size = st.builds(
     settle_steps=st.integers(1, 8),
     timed_steps=st.integers(2, 20),
     traced_steps=st.integers(0, 5),
+    guard_steps=st.integers(0, 5),
 )
 
 
@@ -69,7 +70,10 @@ def test_more_steps_never_make_a_smaller_plan(asked: Settings, recipes: int, ava
 
 
 def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
-    assert Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2).steps(4) == 2 + 4 * (3 * 11 + 2 + 2)
+    plain = Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2, guard_steps=0)
+    assert plain.steps(4) == 2 + 4 * (3 * 11 + 2 + 2)
+    # The baseline twice, and for each a step before.
+    assert replace(plain, guard_steps=4).steps(4) == plain.steps(4) + 5 * (1 + 4)
     assert SMALLEST.steps(1) == 2 + 3
 
 
@@ -84,9 +88,11 @@ def test_what_is_cut_first_costs_least() -> None:
 @pytest.mark.parametrize(
     ("available", "sentence"),
     [
-        (75, "16 instead of 24 timed steps a recipe: intervals about 1.2 times as wide"),
+        (90, "16 instead of 24 timed steps a recipe: intervals about 1.2 times as wide"),
         (15, "the ledger rests on 1 traced step a recipe"),
         (15, "the host's launch time is not measured"),
+        (15, "no numerics guard: nothing compares the recipes' losses and gradients"),
+        (40, "the numerics guard compares 2 steps a recipe"),
         (15, "less time to settle after each switch of the recipe"),
         (15, "one round only: drift of the clock cannot be told from a difference between recipes"),
         (9, "no traced steps: no ledger, no gap and no verdict"),
@@ -123,6 +129,7 @@ def test_a_fit_that_is_too_short_says_what_would_help() -> None:
         ("timed_steps", 1),
         ("timed_steps", None),
         ("traced_steps", -1),
+        ("guard_steps", -1),
         ("seed", 0.5),
         ("seed", None),
         ("seed", True),

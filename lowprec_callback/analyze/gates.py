@@ -30,6 +30,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SPEEDUPS, ("x", "%")),
     "coverage": ("%",),
     "peak": ("GB", "%"),
+    "numerics": ("%",),
 }
 """Metric to the units that its limit may have."""
 
@@ -37,7 +38,8 @@ GRAMMAR = (
     "a gate is METRIC:RECIPE<=LIMIT or METRIC:RECIPE>=LIMIT, like step:fp8_delayed<=2%. "
     "step, busy, bucket.NAME: % (change of B against A) or ms (of B); idle: ms of B; residual: its size, in % of B's "
     "step or ms; speedup, speedup.kernel, speedup.autocast, speedup.amdahl: x (of B) or % (change); coverage: % (of "
-    f"B); peak: GB (of B) or % (change). Buckets: {', '.join(BUCKETS)}"
+    "B); peak: GB (of B) or % (change); numerics: % (distance of the loss from the baseline's, in B). "
+    f"Buckets: {', '.join(BUCKETS)}"
 )
 
 _GATE = re.compile(
@@ -97,6 +99,8 @@ def check(comparison: Comparison, gates: Iterable[Gate]) -> tuple[GateResult, ..
 
 
 def _check(comparison: Comparison, gate: Gate) -> GateResult:
+    if gate.metric == "numerics":
+        return _check_numerics(comparison, gate)
     try:
         change = comparison.change(gate.metric, gate.recipe)
     except KeyError as error:
@@ -109,6 +113,24 @@ def _check(comparison: Comparison, gate: Gate) -> GateResult:
     if not change.counted and (seen.low is None or seen.high is None):
         why = change.why or "it was sampled, and has no interval"
         return GateResult(gate, "missing", f"{_written(seen.value, gate.unit)} is no evidence: {why}", seen)
+    return _held(gate, seen)
+
+
+def _check_numerics(comparison: Comparison, gate: Gate) -> GateResult:
+    """Of B alone: each run is held against its own baseline. What makes a recipe void breaks every limit."""
+    part = next((each for each in comparison.b.recipes if each.name == gate.recipe), None)
+    if part is None or part.refusal is not None:
+        why = f"{gate.recipe} did not run in B" + (f": {part.refusal}" if part is not None else "")
+        return GateResult(gate, "missing", why, Figure.missing(gate.unit, why))
+    if part.void is not None:
+        return GateResult(gate, "broken", f"in B {part.void}", Figure.missing(gate.unit, part.void))
+    seen = part.guard.distance if part.guard is not None else Figure.missing("%", "B has no numerics guard")
+    if seen.value is None or part.guard is None or part.guard.state == "unknown":
+        why = seen.reason or (part.guard.why if part.guard is not None else "not known")
+        return GateResult(gate, "missing", why, Figure.missing(gate.unit, why))
+    if part.guard.state != "ok":
+        # Gradients or scales may be wrong where the loss is not yet.
+        return GateResult(gate, "broken", f"in B: {part.guard.why}", seen)
     return _held(gate, seen)
 
 

@@ -6,7 +6,7 @@ A sentence whose number is not known says why instead; none ever prints a number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowprec_callback.analyze.statistics import is_different
 from lowprec_callback.report import Figure, RecipeReport
@@ -37,15 +37,19 @@ class Scene:
     others: tuple[RecipeReport, ...]
     on_cpu: bool
     void: dict[str, str]
-    """Recipes whose loss is not finite, and what it was."""
+    """Recipes that do not compute, and why as a clause: `the loss became nan`."""
     interrupted: str | None = None
     """If the run did not come to its end: what is missing."""
     imported: bool = False
     """Whether the Recording was made from a profiler's capture."""
+    doubts: dict[str, str] = field(default_factory=dict)
+    """Recipes that may not compute what the baseline does, and why as a clause."""
 
     @property
     def measured(self) -> tuple[RecipeReport, ...]:
         """Recipes beside the baseline with a known speedup that means something."""
+        if self.baseline.name in self.void:
+            return ()
         return tuple(
             part
             for part in self.others
@@ -61,8 +65,13 @@ class Scene:
 def headline(scene: Scene) -> tuple[str, ...]:
     """Verdict first. At most a handful of sentences, most important first."""
     sentences = [
-        f"{name}: the loss is {value}, so its speed is void: a step that computes nothing useful can be fast."
-        for name, value in scene.void.items()
+        f"{name}: {why}, so its speed is void: a step that computes nothing useful can be fast."
+        for name, why in scene.void.items()
+    ]
+    sentences += [
+        f"{name}: {why}. Look into that before you count on its speed."
+        for name, why in scene.doubts.items()
+        if name not in scene.void
     ]
     best = scene.best
     fallback = _fallbacks(scene)
@@ -125,6 +134,8 @@ def _nothing_measured(scene: Scene) -> str:
     if not scene.others:
         where = "capture" if scene.imported else "Recording"
         return f"No recipe beside {base.name} is in this {where}, so there is nothing to compare."
+    if base.name in scene.void:
+        return f"No speedup means anything, because {base.name}, which recipes are compared with, does not compute."
     if base.step_ms.value is None:
         return f"No speedup is known, because the step of {base.name} was not timed: {base.step_ms.reason}."
     reasons = "; ".join(f"{part.name}: {_why_not(part)}" for part in scene.others if part.name not in scene.void)
@@ -244,7 +255,7 @@ def _read(part: RecipeReport, scene: Scene) -> str:
         reason = speedups.step.reason if speedups is not None else part.step_ms.reason
         return f"{name}: no reading, because its speedup is not known: {reason or 'no step was timed'}."
     if name in scene.void:
-        return f"{name}: no reading, because its loss is {scene.void[name]}."
+        return f"{name}: no reading, because {scene.void[name]}."
     step = speedups.step.value
     promised = speedups.autocast if speedups.autocast.value is not None else speedups.kernel
     if promised.value is None:

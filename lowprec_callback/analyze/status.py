@@ -20,6 +20,7 @@ from lowprec_callback.recording import (
     Sampled,
     StepTime,
     Trace,
+    Trial,
 )
 
 
@@ -59,6 +60,10 @@ def unfinished(recording: Recording) -> str:
     unseen = [name for name in plan.recipes if name not in refused and name not in watched]
     if unseen and plan.traced_steps:
         missing.append(f"the operand witness ({', '.join(unseen)})")
+    compared = {trial.recipe for trial in recording.of(Trial) if trial.step == plan.guard_steps - 1}
+    unguarded = [name for name in plan.recipes if name not in refused and name not in compared]
+    if unguarded and plan.guard_steps:
+        missing.append(f"the numerics guard ({', '.join(unguarded)})")
     if not missing:
         return f"{start}; every measurement of the plan was taken before."
     return f"{start}. Missing: {'; '.join(missing)}."
@@ -134,11 +139,12 @@ def plan_text(plan: Plan | None) -> str:
     if plan is None:
         return "unknown: the Recording ends before the plan was made"
     batches = f"{plan.micro_batches} micro-batches a step; " if plan.micro_batches > 1 else ""
+    guard = f"numerics guard of {_count(plan.guard_steps, 'step')} a recipe; " if plan.guard_steps else ""
     return (
         f"{_count(plan.rounds, 'round')} of {', '.join(plan.recipes)} in shuffled order (seed {plan.seed}), "
         f"each {plan.settle_steps} settling and {plan.timed_steps} timed steps; "
         f"{_count(plan.traced_steps, 'traced step')} a recipe; "
-        f"{batches}{_count(plan.steps, 'optimizer step')} in all"
+        f"{guard}{batches}{_count(plan.steps, 'optimizer step')} in all"
     )
 
 

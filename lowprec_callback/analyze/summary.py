@@ -22,6 +22,7 @@ from lowprec_callback.analyze.ledger import ledger
 from lowprec_callback.analyze.library import LibraryWitness, not_taken
 from lowprec_callback.analyze.memory_case import Ground, Subject
 from lowprec_callback.analyze.memory_witness import Testimony, memory_witness
+from lowprec_callback.analyze.numerics import DOUBTFUL, VOID, numerics_reports
 from lowprec_callback.analyze.prediction import Ground as PredictionGround
 from lowprec_callback.analyze.prediction import Side, predict
 from lowprec_callback.analyze.products import beside
@@ -69,12 +70,14 @@ from lowprec_callback.recording import (
     Scales,
     StepTime,
     Trace,
+    Trial,
     UncachedWeights,
 )
 from lowprec_callback.report import (
     VERSION,
     Figure,
     Ledger,
+    NumericsReport,
     RecipeReport,
     Report,
     Speedups,
@@ -91,12 +94,14 @@ def analyze(recording: Recording) -> Report:
     facts = _Facts(recording)
     measured = {name: _measure(name, facts) for name in facts.recipes}
     testimonies = _memory(facts)
-    recipes = tuple(_report(name, facts, measured, testimonies.get(name)) for name in facts.recipes)
+    guards = _guards(facts)
+    recipes = tuple(_report(name, facts, measured, testimonies.get(name), guards.get(name)) for name in facts.recipes)
     status, why = status_of(recording)
     base = next((part for part in recipes if part.baseline), None)
     if base is not None:
         recipes = tuple(_with_gap(part, base) for part in recipes)
-    void = {name: f"{part.bad_loss}" for name, part in measured.items() if part.bad_loss is not None}
+    void = {part.name: part.void for part in recipes if part.void is not None}
+    doubts = {part.name: part.guard.why for part in recipes if part.guard is not None and part.guard.state in DOUBTFUL}
     sentences: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     missing = unfinished(recording) if status in ("interrupted", "failed") else None
@@ -104,7 +109,7 @@ def analyze(recording: Recording) -> Report:
         sentences = (f"Nothing was measured yet: {why or 'the Recording names no recipe'}.",)
     else:
         others = tuple(part for part in recipes if not part.baseline)
-        scene = Scene(base, others, facts.on_cpu, void, missing, facts.imported is not None)
+        scene = Scene(base, others, facts.on_cpu, void, missing, facts.imported is not None, doubts)
         sentences, read = headline(scene), reading(scene)
     header, model, environment, plan = (
         recording.last(Header),
@@ -145,7 +150,7 @@ def _cases(
     measured: dict[str, _Measured],
     void: dict[str, str],
 ) -> list[FindingCase]:
-    """What the findings look at: every recipe that ran, unless a loss that is not finite makes its speed void."""
+    """What the findings look at: every recipe that ran, unless its speed is void."""
     ran = tuple(part for part in recipes if part.refusal is None and part.name not in void)
     environment = facts.recording.last(Environment)
     base_views = measured[base.name].views
@@ -349,7 +354,13 @@ def _host(name: str, facts: _Facts) -> Figure:
     return Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, lines)
 
 
-def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony: Testimony | None) -> RecipeReport:
+def _report(
+    name: str,
+    facts: _Facts,
+    measured: dict[str, _Measured],
+    testimony: Testimony | None,
+    guard: NumericsReport | None,
+) -> RecipeReport:
     card = facts.cards.get(name)
     title = card.title if card else name
     is_baseline = name == facts.baseline
@@ -379,7 +390,8 @@ def _report(name: str, facts: _Facts, measured: dict[str, _Measured], testimony:
         loss=last_loss(name, losses),
         clocks=clocks_text([clock for _, clock in facts.clocks.get(name, [])]),
         numerics=numerics(losses, facts.scales.get(name, [])),
-        void=f"the loss became {part.bad_loss}" if part.bad_loss is not None else None,
+        guard=guard,
+        void=_void(part.bad_loss, guard),
         prediction=None if is_baseline else predict(_ground(base, facts), Side(name, part.step, part.bench)),
         asked=asked(card) if card else None,
     )
@@ -401,6 +413,28 @@ def _ground(base: _Measured, facts: _Facts) -> PredictionGround:
 
 def _with_gap(part: RecipeReport, base: RecipeReport) -> RecipeReport:
     return part if part.baseline or part.refusal is not None else replace(part, gap=between(base, part))
+
+
+def _void(bad_loss: float | None, guard: NumericsReport | None) -> str | None:
+    """Why the speed counts for nothing. The guard's word comes first: it starts every recipe from the same state."""
+    if guard is not None and guard.state in VOID:
+        return guard.why
+    if bad_loss is None:
+        return None
+    if guard is not None and guard.state == "ok":
+        return f"the loss became {bad_loss} in its timed steps, though it is sound from the state before the profile"
+    return f"the loss became {bad_loss}"
+
+
+def _guards(facts: _Facts) -> dict[str, NumericsReport]:
+    """The numerics guard of every recipe that ran; empty for a Recording that knows none."""
+    plan = facts.recording.last(Plan)
+    trials = _by_recipe(facts.recording.lines(Trial))
+    if plan is None or not (plan.guard_steps or plan.no_guard or trials):
+        return {}
+    why = plan.no_guard or f"the run ended before it ({status_of(facts.recording)[1] or 'it was cut short'})"
+    names = [name for name in facts.recipes if facts.refused(name) is None]
+    return numerics_reports(names, facts.baseline or "", trials, facts.scales, facts.cards, why)
 
 
 def _speedups(base: _Measured, part: _Measured, is_baseline: bool) -> Speedups:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lowprec_callback.analyze.compare import compare
 from lowprec_callback.analyze.gates import UNITS, Gate, GateError, GateResult, check, parse_gate
-from lowprec_callback.report import Figure, Report
+from lowprec_callback.report import Figure, NumericsReport, Report
 
 from .compared import report, with_recipe
 
@@ -49,6 +49,7 @@ def test_what_is_written_is_read(gate: Gate) -> None:
         ("coverage:fp8_block>=99%", Gate("coverage", "fp8_block", ">=", 99.0, "%")),
         ("peak:fp8_current<=93GB", Gate("peak", "fp8_current", "<=", 93.0, "GB")),
         ("bucket.quantize:fp8_delayed<=5%", Gate("bucket.quantize", "fp8_delayed", "<=", 5.0, "%")),
+        ("numerics:fp8_delayed<=0.5%", Gate("numerics", "fp8_delayed", "<=", 0.5, "%")),
         ("residual:bf16<=.5%", Gate("residual", "bf16", "<=", 0.5, "%")),
     ],
 )
@@ -196,3 +197,26 @@ def test_a_limit_is_not_kept_from_both_sides_unless_it_is_the_number(limit: floa
 def test_a_looser_limit_holds_where_a_tighter_one_does() -> None:
     states = [result(f"step:fp8_delayed<={limit}%", BEFORE, AFTER).state for limit in range(-5, 10)]
     assert [key for key, _ in itertools.groupby(states)] == ["broken", "holds"]
+
+
+# -- numerics ------------------------------------------------------------------------------------------------
+
+NEAR = NumericsReport("ok", "the loss is 0.3% from bf16's", distance=Figure(0.3, "%"))
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "why"),
+    [
+        ({"guard": NEAR}, "holds", "0.3%, counted"),
+        ({"guard": replace(NEAR, distance=Figure(0.7, "%"))}, "broken", "0.7%, counted"),
+        ({"guard": replace(NEAR, state="far", why="its gradient is short")}, "broken", "in B: its gradient is short"),
+        ({"guard": NEAR, "void": "every gradient is zero"}, "broken", "in B every gradient is zero"),
+        ({"guard": NumericsReport("unknown", "no", distance=Figure.missing("%", "cut"))}, "missing", "cut"),
+        ({"guard": replace(NEAR, state="unknown", why="not repeatable")}, "missing", "not repeatable"),
+        ({"guard": None}, "missing", "B has no numerics guard"),
+        ({"refusal": "no GPU"}, "missing", "fp8_delayed did not run in B: no GPU"),
+    ],
+)
+def test_numerics(change: dict[str, Any], state: str, why: str) -> None:
+    found = result("numerics:fp8_delayed<=0.5%", BEFORE, with_recipe(BEFORE, "fp8_delayed", **change))
+    assert (found.state, found.why) == (state, why)

@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_voids_the_speed() -> None:
     facts = [replace(f, value=math.nan) if isinstance(f, Loss) and f.recipe == "fp8_delayed" else f for f in FACTS]
     report = report_of(facts)
     check(report)
-    assert report.headline[0].startswith("fp8_delayed: the loss is nan, so its speed is void")
+    assert report.headline[0].startswith("fp8_delayed: the loss became nan, so its speed is void")
     assert report.recipe("fp8_delayed").loss.reason == "the loss is nan"
 
 

@@ -382,6 +382,16 @@ def test_bad_arguments_are_refused_when_constructed(arguments: dict[str, Any], s
         profiler(Path("unused"), **arguments)
 
 
+class WithoutIndex(Tiny):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_step_that_takes_no_batch_index(tmp_path: Path) -> None:
+    trainer(tmp_path, profiler(tmp_path)).fit(WithoutIndex(), loader(60))
+    assert recording_of(tmp_path).of(End) == [End("finished")]
+
+
 class Wide(Tiny):
     """The last layer runs in FP32 whatever the recipe says."""
 
@@ -442,7 +452,7 @@ def test_training_goes_on_in_the_recipe_that_was_asked_for(tmp_path: Path) -> No
         types.append(module.net(torch.zeros(8, 32)).dtype)
 
     module = Tiny(note)
-    trainer(tmp_path, profiler(tmp_path, continue_with="bf16"), steps=30).fit(module, loader(30))
+    trainer(tmp_path, profiler(tmp_path, continue_with="bf16"), steps=45).fit(module, loader(45))
     assert set(types[-5:]) == {torch.bfloat16}
     assert "training_step" not in module.__dict__
 
@@ -462,7 +472,7 @@ def test_an_unwritable_folder_gives_way_to_a_temporary_one(tmp_path: Path) -> No
 def test_a_step_is_an_optimizer_step(tmp_path: Path) -> None:
     callback = profiler(tmp_path)
     module = Tiny()
-    trainer(tmp_path, callback, steps=25, accumulate_grad_batches=3).fit(module, loader(75))
+    trainer(tmp_path, callback, steps=40, accumulate_grad_batches=3).fit(module, loader(120))
     facts = recording_of(tmp_path)
     (plan,) = facts.of(Plan)
     assert plan.micro_batches == 3

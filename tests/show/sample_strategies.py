@@ -15,6 +15,7 @@ from lowprec_callback.report import (
     Ledger,
     MemoryReport,
     MemoryTerm,
+    NumericsReport,
     RecipeReport,
     Report,
     Speedups,
@@ -113,6 +114,22 @@ GEMMS = st.builds(
 )
 
 
+GUARDS = st.builds(
+    NumericsReport,
+    state=st.sampled_from(["ok", "far", "frozen scales", "zero gradients", "not finite", "unknown"]),
+    why=REASONS,
+    steps=st.integers(0, 4),
+    loss_baseline=figures("nats", 9.0),
+    loss=figures("nats", 9.0),
+    distance=figures("%", 200.0),
+    limit=figures("%", 2.0),
+    gradient_ratio=figures("x", 3.0),
+    zero=figures("parameters", 300.0),
+    not_finite=figures("parameters", 300.0),
+    scales=st.none() | REASONS,
+)
+
+
 def gaps(recipe: str) -> st.SearchStrategy[Gap]:
     """A gap of up to four terms, any of them missing."""
     term = st.builds(GapTerm, st.sampled_from(["GEMM kernels", "quantization", "idle"]), figures(signed=True), REASONS)
@@ -152,6 +169,7 @@ def recipes(name: str) -> st.SearchStrategy[RecipeReport]:
         loss=figures("nats", 9.0),
         clocks=st.none() | REASONS,
         numerics=st.none() | REASONS,
+        guard=st.none() | GUARDS,
     )
     refused = st.builds(RecipeReport, st.just(name), st.just(name), st.just(baseline), REASONS)
     return ran if baseline else ran | refused

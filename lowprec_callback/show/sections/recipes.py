@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowprec_callback.report import RecipeReport, Report
+from lowprec_callback.report import Figure, RecipeReport, Report
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
 from lowprec_callback.show.sections.parts import Notes, Number
@@ -42,14 +42,22 @@ def _overview(report: Report, notes: Notes, who: bool) -> Table:
             table.add_row(
                 Text(recipe.name, style="bold"),
                 notes.cell(recipe.step_ms),
-                *_speedups(recipe, notes),
+                *_speedups(recipe, notes, _void(report, recipe)),
                 notes.cell(recipe.peak_gb, words.gb),
                 _as_asked(recipe, notes, who),
             )
     return table
 
 
-def _speedups(recipe: RecipeReport, notes: Notes) -> tuple[Text, Text, Text, Text]:
+def _void(report: Report, recipe: RecipeReport) -> str | None:
+    """Why a recipe's speed counts for nothing: it does not compute, or its baseline does not."""
+    if recipe.void is not None:
+        return f"void: {recipe.void}"
+    base = next((part for part in report.recipes if part.baseline), None)
+    return f"void: of {base.name}, {base.void}" if base is not None and base.void is not None else None
+
+
+def _speedups(recipe: RecipeReport, notes: Notes, void: str | None) -> tuple[Text, Text, Text, Text]:
     """Measured step, kernel-only, autocast, Amdahl. The baseline is what the others are measured against."""
     if recipe.speedups is None:
         mark = notes.mark(recipe.step_ms.reason or f"there is no step of {recipe.name} and its baseline to compare")
@@ -58,8 +66,14 @@ def _speedups(recipe: RecipeReport, notes: Notes) -> tuple[Text, Text, Text, Tex
     if recipe.baseline:
         one = [notes.cell(figure, lambda _: "1") for figure in (four.step, four.kernel, four.autocast, four.amdahl)]
         return (one[0], one[1], one[2], one[3])
+    doubtful = recipe.guard is not None and recipe.guard.state in ("far", "frozen scales")
     step = notes.cell(four.step, words.times)
-    if four.step.value is not None and four.step.low is not None and four.step.high is not None:
+    if void is not None:
+        step = notes.cell(Figure.missing("x", void))
+        step.stylize(f"not dim {parts.BAD}")
+    elif doubtful:
+        step.stylize(parts.WARN)
+    elif four.step.value is not None and four.step.low is not None and four.step.high is not None:
         # Coloured only where the interval leaves no doubt.
         step.stylize(parts.GOOD if four.step.low > 1 else parts.BAD if four.step.high < 1 else "")
     bare = [
