@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowprec_callback.plan import Settings
+from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError, resolve
 from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training, early_ranges
 
@@ -53,6 +55,8 @@ class LowPrecisionProfiler(Callback):
         nvtx_steps: with NVTX, optimizer steps for each recipe that also have ranges for modules and GEMMs, all of them
             inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
         progress: show a progress bar (plain lines where another bar owns the terminal).
+        keep_rank_recordings: where several processes train, keep the Recordings of ranks other than zero as well, as
+            `rank-N.jsonl` in the run folder, each on its own machine. After an exception they are kept in any case.
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
             restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
@@ -91,6 +95,7 @@ class LowPrecisionProfiler(Callback):
         nvtx: bool | None = None,
         nvtx_steps: int = 2,
         progress: bool = True,
+        keep_rank_recordings: bool = False,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
         max_rounds: int | None = None,
@@ -115,6 +120,7 @@ class LowPrecisionProfiler(Callback):
             output_dir=output_dir,
             nvtx=nvtx,
             progress=progress,
+            keep_rank_recordings=keep_rank_recordings,
             recipe_arguments=dict(recipe_arguments or {}),
         )
         self._continue_with = continue_with
@@ -136,7 +142,13 @@ class LowPrecisionProfiler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before anything of the model ran, the sanity check included: the time for what is read only once."""
-        if stage == "fit" and not self._started:
+        if stage != "fit" or self._started:
+            return
+        if refusal := why_not(trainer.strategy):
+            self._started, self.why_not = True, refusal
+            if trainer.is_global_zero:
+                print(f"lowprec: {refusal}", file=sys.stderr, flush=True)
+        else:
             self._te_ranges = early_ranges(self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -300,5 +312,6 @@ def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
         micro_batches=trainer.accumulate_grad_batches,
         other_progress_bar=trainer.progress_bar_callback is not None,
         speaks=trainer.is_global_zero,
-        world_size=trainer.world_size,
+        processes=ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size),
+        holder=trainer.strategy.model,
     )
