@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowprec_callback.engines.base import class_name
 from lowprec_callback.plan import Settings
 from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError, resolve
@@ -304,7 +305,7 @@ def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
     return Training(
         model=pl_module,
         device=pl_module.device,
-        name=str(getattr(pl_module, "profile_name", type(pl_module).__name__)),
+        name=str(getattr(pl_module, "profile_name", class_name(pl_module))),
         optimizers=trainer.optimizers,
         schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
         scaler=getattr(trainer.precision_plugin, "scaler", None),
