@@ -198,7 +198,7 @@ def own(**world: str) -> list[Fact]:
             facts.append(StepTime(name, round_, 2, 500.0, 500.0, discarded="evaluation ran inside this step"))
             facts.append(ForwardTime(name, round_, (3.0, 3.5)))
             facts.append(HostTime(name, round_, 7.0 + round_))
-            facts.append(Memory(name, round_, "step", 10, 2_000 + round_, 4_000))
+            facts.append(Memory(name, round_, "step", 10, 2_000_000_000 + round_, 4_000_000_000))
             facts.append(Clocks(name, round_, 1900 + round_, 650.0, 60))
     return facts
 
@@ -212,7 +212,7 @@ def test_a_rank_sums_up_what_it_measured() -> None:
     assert part.rounds == ((0, (10.0, 11.0)), (1, (10.0, 11.0)))
     assert part.forward == ((0, (3.0, 3.5)), (1, (3.0, 3.5)))
     assert part.host_ms == (7.0, 8.0)
-    assert part.peak_bytes == 2_001
+    assert part.peak_bytes == 2_000_000_001
     assert part.sm_mhz == (1900, 1901)
     assert part.gemm_ms is None
     assert part.coverage is None
