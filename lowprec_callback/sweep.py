@@ -309,11 +309,18 @@ class Sweep:
         self._sampling = Rounds(self.settings.rounds, most, self.settings.step_precision, self.spare_steps)
         orders = order_of_rounds(list(by_name), most, self.settings.seed)
         done = 0
-        while not (why := self._sampling.why_stop(done, self.settings.round_steps(len(by_name)))):
+        while not (why := self._why_stop(self._sampling, done)):
             for name in orders[done]:
                 yield from self._block(by_name[name], done)
             done += 1
         self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
+
+    def _why_stop(self, sampling: Rounds, done: int) -> str:
+        """See `Rounds.why_stop`. Of several ranks, zero decides for all, by its own steps and its own clock."""
+        why = sampling.why_stop(done, self.settings.round_steps(len(self.cards)))
+        if done >= self.settings.rounds:
+            why, sampling.extra_steps = self.processes.from_zero((why, sampling.extra_steps))
+        return why
 
     def _block(self, card: RecipeCard, round_: int) -> Steps:
         """Settle, then timed steps with nothing attached but the clock."""

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.plan import Settings
+from lowprec_callback.rounds import Rounds
 from lowprec_callback.show import plots
 from tests.fit.models import Tiny, loader, profiler, trainer
 
@@ -89,12 +90,13 @@ def tensors(trainer: Any) -> list[torch.Tensor]:
 
 
 def fitted(
-    folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, **arguments: Any
+    folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, more: int = 0, **arguments: Any
 ) -> dict[str, Any]:
-    """One fit, two steps longer than its sweep; what this rank found."""
+    """One fit, longer than its sweep of two recipes, which takes `more` steps than planned; what this rank found."""
     callback, before = profiler(folder, **arguments), Before()
-    steps = STEPS.steps(2)
+    steps = STEPS.steps(2) + more
     after = After(before, steps)
+    steps += 4 * more  # of the steps that are left over, more rounds take a quarter
     run = trainer(folder, *first, before, callback, after, strategy=strategy, devices=2, steps=steps + 2)
     run.accumulate_grad_batches = batches
     run.fit(module, loader(2 * batches * (steps + 3)))
@@ -111,8 +113,11 @@ def fitted(
 
 
 def sweep(folder: Path) -> dict[str, Any]:
-    """The whole sweep under DDP, by Lightning's own launcher; rank 1 cannot run one of the recipes, and is slow."""
-    refused = PlainTorchEngine.refusal
+    """The whole sweep under DDP, by Lightning's own launcher.
+
+    Rank 1 cannot run one of the recipes, is slow, and by itself would take no more rounds than planned.
+    """
+    refused, why_stop = PlainTorchEngine.refusal, Rounds.why_stop
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
 
     def refusal(engine: PlainTorchEngine, card: Any) -> NotRun | None:
@@ -120,7 +125,11 @@ def sweep(folder: Path) -> dict[str, Any]:
             return NotRun("a reason of its own", "the test")
         return refused(engine, card)
 
+    def stop_early(rounds: Rounds, done: int, steps_a_round: int) -> str:
+        return "seconds" if local_rank == 1 and done >= rounds.planned else why_stop(rounds, done, steps_a_round)
+
     PlainTorchEngine.refusal = refusal  # type: ignore[method-assign]
+    Rounds.why_stop = stop_early  # type: ignore[method-assign]
     twin = folder / "bf16_twin.toml"
     text = (Path(__file__).parents[2] / "recipes" / "bf16.toml").read_text()
     if local_rank == 0:  # which launches the other
@@ -132,7 +141,10 @@ def sweep(folder: Path) -> dict[str, Any]:
         strategy,
         recipes=["fp32", "bf16", str(twin)],
         gemm_benchmark=True,
+        max_rounds=3,
+        step_precision=1e-9,
         batches=2,
+        more=STEPS.round_steps(2),
     )
 
 
