@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowprec_callback.engines.base import class_name
 from lowprec_callback.plan import Settings
+from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError, resolve
 from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training, early_ranges
 
@@ -56,6 +59,8 @@ class LowPrecisionProfiler(Callback):
         guard_steps: optimizer steps that every recipe takes from the same state on the same data, so that their losses
             and gradients can be compared with the baseline's (which takes them twice); 0 for none. Needs `restore`.
         progress: show a progress bar (plain lines where another bar owns the terminal).
+        keep_rank_recordings: where several processes train, keep the Recordings of ranks other than zero as well, as
+            `rank-N.jsonl` in the run folder, each on its own machine. After an exception they are kept in any case.
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
             restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
@@ -95,6 +100,7 @@ class LowPrecisionProfiler(Callback):
         nvtx_steps: int = 2,
         guard_steps: int = 4,
         progress: bool = True,
+        keep_rank_recordings: bool = False,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
         max_rounds: int | None = None,
@@ -129,6 +135,7 @@ class LowPrecisionProfiler(Callback):
             output_dir=output_dir,
             nvtx=nvtx,
             progress=progress,
+            keep_rank_recordings=keep_rank_recordings,
             recipe_arguments=dict(recipe_arguments or {}),
         )
         self._continue_with = continue_with
@@ -150,7 +157,13 @@ class LowPrecisionProfiler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before anything of the model ran, the sanity check included: the time for what is read only once."""
-        if stage == "fit" and not self._started:
+        if stage != "fit" or self._started:
+            return
+        if refusal := why_not(trainer.strategy):
+            self._started, self.why_not = True, refusal
+            if trainer.is_global_zero:
+                print(f"lowprec: {refusal}", file=sys.stderr, flush=True)
+        else:
             self._te_ranges = early_ranges(self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -321,7 +334,7 @@ def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
     return Training(
         model=pl_module,
         device=pl_module.device,
-        name=str(getattr(pl_module, "profile_name", type(pl_module).__name__)),
+        name=str(getattr(pl_module, "profile_name", class_name(pl_module))),
         optimizers=trainer.optimizers,
         schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
         scaler=getattr(trainer.precision_plugin, "scaler", None),
@@ -329,5 +342,6 @@ def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
         micro_batches=trainer.accumulate_grad_batches,
         other_progress_bar=trainer.progress_bar_callback is not None,
         speaks=trainer.is_global_zero,
-        world_size=trainer.world_size,
+        processes=ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size),
+        holder=trainer.strategy.model,
     )

@@ -335,6 +335,57 @@ class HostTime(Fact):
 
 
 @dataclass(frozen=True)
+class ForwardTime(Fact):
+    """The forward passes of the timed steps of one block, on one of several ranks.
+
+    Steps of ranks that wait for each other all take as long as the slowest; what a rank does before it waits tells
+    which one that is.
+    """
+
+    kind: ClassVar[str] = "forward_time"
+    recipe: str
+    round: int
+    ms: tuple[float, ...]
+    """A step each: all its `training_step` calls, by the step's own clock (CUDA events on a GPU)."""
+
+
+@dataclass(frozen=True)
+class RankRecipe:
+    """What one rank measured of one recipe."""
+
+    rounds: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(round, ms of its timed steps)."""
+    forward: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(round, ms of the forward passes of each); see `ForwardTime`."""
+    host_ms: tuple[float, ...] = ()
+    """`HostTime.ms`, a round each."""
+    peak_bytes: int | None = None
+    """Highest live bytes within timed steps; None on a CPU."""
+    sm_mhz: tuple[int, ...] = ()
+    power_w: tuple[float, ...] = ()
+    """NVML's readings, a block each."""
+    gemm_ms: float | None = None
+    """All linear-layer GEMMs of one step by this rank's own kernel-only benchmark."""
+    communication_ms: float | None = None
+    """Exposed communication of a step, from this rank's own traced steps."""
+    coverage: float | None = None
+    """Share of its linear-layer FLOPs that ran as asked."""
+
+
+@dataclass(frozen=True)
+class RankSummary(Fact):
+    """One rank's own measurements, gathered when the sweep was over. Rank zero's Recording holds those of all ranks."""
+
+    kind: ClassVar[str] = "rank_summary"
+    rank: int
+    host: str
+    device: str
+    recipes: dict[str, RankRecipe] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    """What went wrong on this rank (on rank zero: see `Problem`)."""
+
+
+@dataclass(frozen=True)
 class Loss(Fact):
     """The loss that `training_step` returned at the end of a block (a sign that the recipe computes)."""
 
@@ -766,6 +817,15 @@ def encode(fact: Fact) -> str:
     return json.dumps(finite(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def decode(text: str) -> Fact:
+    """The fact of one line of this version.
+
+    Raises:
+        RecordingError: it holds none.
+    """
+    return _decode(text.encode(), Path("a fact"), 1, first=False)
+
+
 def finite(value: Any) -> Any:
     """`value` with NaN and the two infinities replaced by text, which JSON can carry and `float` can read."""
     if isinstance(value, float):
@@ -832,14 +892,14 @@ class Recording:
 
 
 class Recorder:
-    """Appends facts to a file, each flushed at once. Use as a context manager, or call `close`."""
+    """Appends facts to a file, each flushed at once. Use as a context manager, or call `close`.
 
-    def __init__(self, path: Path, tool_version: str, created: str | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    With `on_disk` false facts are kept in memory alone, until `write` is called or nobody wants them any more.
+    """
+
+    def __init__(self, path: Path, tool_version: str, created: str | None = None, on_disk: bool = True) -> None:
         self.path = path
-        # "x": a Recording is never written over; two runs never share a file.
-        # Text that is no Unicode (a file name in an error message) becomes an escape that JSON reads back.
-        self._file: IO[str] | None = path.open("x", encoding="utf-8", errors="backslashreplace")
+        self._file: IO[str] | None = self._open() if on_disk else None
         self._lines: list[Line] = []
         self._closed = False
         self.lost: str | None = None
@@ -867,6 +927,27 @@ class Recorder:
     def snapshot(self) -> Recording:
         """All facts so far."""
         return Recording(self._lines, self.path)
+
+    def write(self) -> None:
+        """Put facts that were kept in memory on disk. A disk that refuses them harms nobody: see `lost`."""
+        try:
+            self._file = self._open()
+        except OSError as error:
+            self._lose(error)
+            return
+        facts = [line.fact for line in self._lines]
+        self._lines.clear()
+        self.add(*facts)
+
+    def forget(self) -> None:
+        """Drop facts that were kept in memory."""
+        self._lines.clear()
+
+    def _open(self) -> IO[str]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # "x": a Recording is never written over; two runs never share a file.
+        # Text that is no Unicode (a file name in an error message) becomes an escape that JSON reads back.
+        return self.path.open("x", encoding="utf-8", errors="backslashreplace")
 
     @property
     def closed(self) -> bool:

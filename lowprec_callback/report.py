@@ -418,6 +418,36 @@ class RecipeReport:
 
 
 @dataclass(frozen=True)
+class RankRow:
+    """One quantity of one recipe over all ranks."""
+
+    quantity: str
+    """`step`, `forward`, `GEMM benchmark`, `exposed communication`, `host`, `peak memory`, `SM clock`, `coverage`."""
+    median: Figure
+    """Over the ranks, of each rank's own median."""
+    worst: Figure
+    """The slowest rank's; of clocks and coverage the lowest, of memory the highest."""
+    worst_rank: int
+    worst_host: str
+    best: Figure
+
+
+@dataclass(frozen=True)
+class RanksReport:
+    """The processes that trained together. All else in the Report is rank zero's, but for the times of steps."""
+
+    world: int
+    heard: int
+    """Ranks whose measurements were gathered."""
+    hosts: int
+    rows: dict[str, tuple[RankRow, ...]] = field(default_factory=dict)
+    """By recipe."""
+    slowest: dict[str, str] = field(default_factory=dict)
+    """Recipe to the rank whose step is the recipe's step time: `rank 3 (node-b)`."""
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that costs time, memory or certainty, and what to do about it."""
 
@@ -464,6 +494,8 @@ class Report:
     conditions: dict[str, str] | None = None
     """What else a step's time depends on: micro-batches, world size, power limit, the CPU, environment variables of
     the Recording's allow-list. None: unknown."""
+    ranks: RanksReport | None = None
+    """None: one process trained."""
 
     def recipe(self, name: str) -> RecipeReport:
         """The part about one recipe. Raises KeyError with the known names."""

@@ -27,11 +27,13 @@ from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
 from lowprec_callback.plan import PlanError, Settings
 from lowprec_callback.progress import make_progress
+from lowprec_callback.rank_session import Found, agree, gather_summaries
+from lowprec_callback.ranks import Alone, RankError, Ranks
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
-from lowprec_callback.recording import Model, Plan, Problem, Recorder, Refusal
+from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
 from lowprec_callback.run_folder import new_run_folder
-from lowprec_callback.state import Rng, Snapshot
+from lowprec_callback.state import Rng, Snapshot, whole_size
 from lowprec_callback.sweep import Sweep
 
 Status = Literal["finished", "shortened", "interrupted", "failed"]
@@ -60,6 +62,7 @@ class Options:
     output_dir: str = "runs"
     nvtx: bool | None = None
     progress: bool = True
+    keep_rank_recordings: bool = False
     recipe_arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -80,7 +83,10 @@ class Training:
     """Whether another live display owns the terminal."""
     speaks: bool = True
     """Whether this process prints and writes (rank zero does)."""
-    world_size: int = 1
+    processes: Ranks = field(default_factory=Alone)
+    """Those that train together."""
+    holder: nn.Module | None = None
+    """The module that holds all parameters, where a strategy wraps the model in one of its own."""
 
 
 @dataclass
@@ -94,7 +100,10 @@ class Session:
     cards: dict[str, RecipeCard]
     say: Callable[[str], None]
     speaks: bool
+    processes: Ranks = field(default_factory=Alone)
     report: Report | None = None
+    keep: bool = False
+    """Whether the Recordings of ranks other than zero are kept."""
     te_ranges: TeRanges | None = None
 
     @staticmethod
@@ -107,29 +116,36 @@ class Session:
             ProfilerError: no plan fits, a recipe is unknown, or none of the recipes that were named can run.
         """
         say = _printer() if training.speaks else _silent
+        processes = training.processes
         ranges = Ranges(wants_nvtx(options))
         te_ranges = te_ranges or early_ranges(options)
         engine = choose_engine(training.model, training.device)
-        folder, folder_problem = _run_folder(options.output_dir, training.name, training.speaks)
         try:
-            baseline, asked = _cards(options, engine)
-            with Rng.kept():  # the probes draw random numbers
-                able, refused = engine.sort_out(asked)
+            (baseline, asked), answers = processes.together(
+                lambda: _cards(options, engine),
+                lambda cards: Found.of(
+                    processes, engine, _sort_out(engine, cards[1]), training.steps_left, _why_no_trace(), ranges.enabled
+                ),
+            )
+            agreed = agree(answers)
+            able = [card for card in asked if card.name in agreed.able]
+            refused = [(card, agreed.refused[card.name]) for card in asked if card.name in agreed.refused]
             _require(baseline, refused)
             if options.recipes is not None and len(able) == 1 and len(asked) > 1:
                 reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
-            no_trace = _why_no_trace()
-            asked_for = replace(options.settings, traced_steps=0) if no_trace else options.settings
-            if not ranges.enabled:
+            asked_for = replace(options.settings, traced_steps=0) if agreed.no_trace else options.settings
+            if not agreed.nvtx:
                 asked_for = replace(asked_for, nvtx_steps=0)
             if not options.restore:
                 asked_for = replace(asked_for, guard_steps=0)
-            fitted = plan.fit(asked_for, len(able), training.steps_left)
-        except (PlanError, RecipeError) as error:
+            fitted = plan.fit(asked_for, len(able), agreed.steps_left)
+            folder, folder_problem = _run_folder(options.output_dir, training.name, processes)
+        except (PlanError, RecipeError, RankError) as error:
             raise ProfilerError(str(error)) from error
 
-        recorder = Recorder(folder / recording.FILE_NAME, lowprec_callback.__version__)
+        file = folder / (f"rank-{processes.rank}.jsonl" if processes.rank else recording.FILE_NAME)
+        recorder = Recorder(file, lowprec_callback.__version__, on_disk=not processes.rank)
         device_type: Literal["cuda", "cpu"] = "cuda" if training.device.type == "cuda" else "cpu"
         recorder.add(environment(device_type, load().version))
         recorder.add(_model_fact(training, engine))
@@ -142,26 +158,24 @@ class Session:
             recorder=recorder,
             snapshot=_take_snapshot(training) if options.restore else None,
             gemm_benchmark=options.gemm_benchmark,
-            no_trace=no_trace,
+            no_trace=agreed.no_trace,
             progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
             ranges=ranges,
             clocks=ClockReader() if device_type == "cuda" else None,
             spare_steps=fitted.spare,
             scaler=training.scaler,
+            processes=processes,
         )
         no_guard = _why_no_guard(options, fitted.settings)
         recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk, no_guard))
         if folder_problem:
             recorder.add(Problem("output_dir", folder_problem))
-        if training.world_size > 1:
-            recorder.add(
-                Problem("ranks", f"{training.world_size} processes train; these are the measurements of rank 0 alone")
-            )
         if te_ranges is not None and te_ranges.problem:
             recorder.add(Problem("nvtx", te_ranges.problem))
             say(f"lowprec: {te_ranges.problem}")
         cards = {c.name: c for c in [*able, *asked]}
-        session = Session(sweep, engine, recorder, folder, cards, say, training.speaks, te_ranges=te_ranges)
+        session = Session(sweep, engine, recorder, folder, cards, say, training.speaks, processes, te_ranges=te_ranges)
+        session.keep = options.keep_rank_recordings
         session._announce(fitted.shrunk)
         return session
 
@@ -186,10 +200,17 @@ class Session:
         """End the sweep, restore the user's state, and on the rank that speaks make and show the report. Idempotent."""
         if self.report is not None or self.recorder.closed:
             return
+        in_order = status in ("finished", "shortened")
+        if in_order and self.processes.size > 1:  # after an exception nobody can tell whether the other ranks come
+            self.recorder.add(*gather_summaries(self.processes, self.recorder, _device(self.recorder)))
         self.sweep.finish(status, reason)
         if self.te_ranges is not None:
             self.te_ranges.close()
+        if self.processes.rank and (self.keep or not in_order):
+            self.recorder.write()
         self.recorder.close()
+        if self.processes.rank:
+            self.recorder.forget()
         if self.recorder.lost:
             self.say(f"lowprec: {self.recorder.lost}")
         if self.sweep.clocks is not None:
@@ -201,16 +222,17 @@ class Session:
         """Raise if the report names a GEMM with the verdict `fallback`, in any recipe, the baseline included.
 
         What was asked for (`by_request`), what no recipe reaches (`outside`), what is emulated and what is not known
-        (`unproven`) does not count. On a rank that makes no report nothing is raised.
+        (`unproven`) does not count. The report is rank zero's; all ranks raise, or none.
 
         Raises:
             FallbackError: see there.
         """
-        if self.report is None:
-            return
-        if message := fallbacks(self.report):
+        message = fallbacks(self.report) if self.report is not None else None
+        if message := self.processes.from_zero(message):
             raise FallbackError(f"{message} The report is in {self.folder}.")
-        if not any(part.verdict is not None and part.verdict.coverage.known for part in self.report.recipes):
+        if self.report is not None and not any(
+            part.verdict is not None and part.verdict.coverage.known for part in self.report.recipes
+        ):
             self.say("lowprec: fail_on_fallback could check nothing: no traced step was recorded")
 
     def _show(self) -> None:
@@ -261,6 +283,11 @@ def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCar
     return cards[0], cards
 
 
+def _sort_out(engine: Engine, cards: Iterable[RecipeCard]) -> tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]]:
+    with Rng.kept():  # the probes draw random numbers
+        return engine.sort_out(cards)
+
+
 def _require(baseline: RecipeCard, refused: Iterable[tuple[RecipeCard, NotRun]]) -> None:
     """Without the baseline there is nothing to compare with."""
     for card, reason in refused:
@@ -269,17 +296,17 @@ def _require(baseline: RecipeCard, refused: Iterable[tuple[RecipeCard, NotRun]])
 
 
 def _take_snapshot(training: Training) -> Snapshot:
-    return Snapshot.take(training.model, training.optimizers, training.schedulers, training.scaler)
+    return Snapshot.take(training.holder or training.model, training.optimizers, training.schedulers, training.scaler)
 
 
 def _model_fact(training: Training, engine: Engine) -> Model:
-    parameters = list(training.model.parameters())
+    parameters, nbytes = whole_size(training.holder or training.model)
     return Model(
         name=training.name,
         engine=engine.name,
         why_engine=engine.why,
-        parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        parameters=parameters,
+        parameter_bytes=nbytes,
         linear_modules={layer.path: layer.family for layer in engine.linear_layers()},
     )
 
@@ -316,10 +343,20 @@ def _why_no_trace() -> str | None:
     return None
 
 
-def _run_folder(output_dir: str, name: str, speaks: bool) -> tuple[Path, str | None]:
-    """(a new folder for this run, a problem). A folder that cannot be written gives way to a temporary one."""
-    if not speaks:
-        return Path(tempfile.mkdtemp(prefix="lowprec-rank-")), None
+def _run_folder(output_dir: str, name: str, processes: Ranks) -> tuple[Path, str | None]:
+    """(the folder of this run, a problem). Rank zero makes it, all know it.
+
+    A folder that cannot be written gives way to a temporary one.
+    """
+    _, answers = processes.together(
+        lambda: _make_folder(output_dir, name) if not processes.rank else None,
+        lambda made: None if made is None else (str(made[0]), made[1]),
+    )
+    folder, problem = answers[0]
+    return Path(folder), problem
+
+
+def _make_folder(output_dir: str, name: str) -> tuple[Path, str | None]:
     parent = Path(output_dir)
     try:
         folder = new_run_folder(parent, "".join(c if c.isalnum() or c in "-_." else "-" for c in name))
@@ -329,6 +366,11 @@ def _run_folder(output_dir: str, name: str, speaks: bool) -> tuple[Path, str | N
     if folder is not None:
         return folder, None
     raise ProfilerError(f"{parent}: a hundred runs of {name!r} in one second; give another output_dir")
+
+
+def _device(recorder: Recorder) -> str:
+    environment_ = recorder.snapshot().last(Environment)
+    return environment_.device if environment_ else "unknown"
 
 
 def _printer() -> Callable[[str], None]:

@@ -28,30 +28,54 @@ class _Kept:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Kept:
-        if hasattr(tensor, "_quantizer"):
+        mine = _shard(tensor)
+        if hasattr(mine, "_quantizer"):
             # Transformer Engine's quantized parameters: copying them through their own arithmetic would round
             # again, so their buffers and flags are kept as they are, and their quantizer by reference.
             parts = {
                 name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                for name, value in vars(tensor).items()
+                for name, value in vars(mine).items()
                 if isinstance(value, torch.Tensor | bool) or value is None or name == "_quantizer"
             }
             return _Kept(tensor, None, parts)
-        return _Kept(tensor, _each_once(tensor.detach()).to("cpu", copy=True), {})
+        return _Kept(tensor, _each_once(mine.detach()).to("cpu", copy=True), {})
 
     @torch.no_grad()
     def put_back(self) -> None:
+        mine = _shard(self.tensor)
         if self.values is not None:
-            _each_once(self.tensor.detach()).copy_(self.values)
+            _each_once(mine.detach()).copy_(self.values)
             return
         for name, value in self.parts.items():
-            current = getattr(self.tensor, name, None)
+            current = getattr(mine, name, None)
             if not isinstance(value, torch.Tensor):
-                setattr(self.tensor, name, value)
+                setattr(mine, name, value)
             elif isinstance(current, torch.Tensor) and current.shape == value.shape:
                 current.copy_(value)
             else:
-                setattr(self.tensor, name, value.to(self.tensor.device))
+                setattr(mine, name, value.to(mine.device))
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is spread over ranks (a DTensor); any other tensor as it is.
+
+    Each rank keeps and puts back its own part: nothing is gathered, and no rank waits for another.
+    """
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+def whole_size(model: nn.Module) -> tuple[int, int]:
+    """(parameters, bytes) of the whole model, on however many ranks its parameters are spread.
+
+    A DTensor counts as the whole that it is a part of. Under FSDP's first version the parameters are views of this
+    rank's part of a flat one, which knows its full size; padding is not counted.
+    """
+    flat = {id(p): p for m in model.modules() if (p := getattr(m, "_flat_param", None)) is not None}
+    inside = {id(part) for p in flat.values() for part in getattr(p, "_params", None) or ()} | flat.keys()
+    sizes = [(p._unpadded_unsharded_size.numel(), p.element_size()) for p in flat.values()]
+    sizes += [(p.numel(), p.element_size()) for p in model.parameters() if id(p) not in inside]
+    return sum(count for count, _ in sizes), sum(count * each for count, each in sizes)
 
 
 def _each_once(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,10 @@ from lowprec_callback.measure.nvtx import Ranges, capture_window
 from lowprec_callback.measure.scopes import ModuleScopes, Scope
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
-from lowprec_callback.measure.steps import HostProbe, StepClock, synchronize
+from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
 from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.ranks import Alone, Ranks, first_reason
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role, Sampled
 from lowprec_callback.rounds import Rounds, widest
@@ -70,6 +71,7 @@ class Sweep:
         clocks: reads the GPU's clock and power at the end of each block.
         spare_steps: optimizer steps that the fit has beyond the plan, for more rounds; None if it has no end.
         scaler: the training's `torch.amp.GradScaler` or None.
+        processes: those that train together; all run this sweep in lockstep.
     """
 
     engine: Engine
@@ -84,6 +86,7 @@ class Sweep:
     clocks: ClockReader | None = None
     spare_steps: int | None = 0
     scaler: Any = None
+    processes: Ranks = field(default_factory=Alone)
 
     done: bool = False
     card: RecipeCard | None = None
@@ -93,6 +96,7 @@ class Sweep:
 
     _script: Steps | None = None
     _clock: StepClock | None = None
+    _forward: ForwardClock | None = None
     _steps_done: int = 0
     _what: str = "warming up"
     _loss: Any = None
@@ -133,7 +137,8 @@ class Sweep:
         self.phase("forward")
         kind = self.engine.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        with self.engine.region(self.card) if self.card else nullcontext():
+        timed = self._forward.forward() if self._forward is not None else nullcontext()
+        with timed, self.engine.region(self.card) if self.card else nullcontext():
             yield
         self.phase("")
 
@@ -187,7 +192,7 @@ class Sweep:
         if self._script is None:
             return
         script, self._script = self._script, None
-        self.done, self.card, self._clock, self.trial = True, None, None, None
+        self.done, self.card, self._clock, self._forward, self.trial = True, None, None, None, None
         # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
         with suppress(RuntimeError):
             self._close_step()
@@ -220,7 +225,7 @@ class Sweep:
                 yield from self._traced(card)
         elif self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
-        if self.settings.nvtx_steps and self.ranges.enabled:
+        if self.settings.nvtx_steps:
             yield from self._captured()
         if self.settings.guard_steps and self.snapshot is not None:
             yield from self._guarded(self.snapshot)
@@ -237,34 +242,59 @@ class Sweep:
         self._what = "capturing shapes"
         log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
         yield from self._watched_step(log)
-        self._shapes = log.gemms()
+        self._shapes, answers = self.processes.together(log.gemms, self._misfits)
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
         self.recorder.add(*self._shapes)
-        self._refuse_misfits()
+        for card in list(self.cards[1:]):
+            reason = first_reason([said for said, _ in answers], [host for _, host in answers], card.name)
+            if reason is not None:
+                self.cards.remove(card)
+                self.recorder.add(Refusal(card.name, reason, "the captured step"))
 
-    def _refuse_misfits(self) -> None:
-        """Give up recipes that the captured tokens cannot run in: the library would raise inside the user's step.
+    def _misfits(self, shapes: list[Gemm]) -> tuple[dict[str, str], str]:
+        """Recipes that the captured tokens cannot run in, and why: the library would raise inside the user's step.
 
         Features were probed before; how many tokens a layer sees is only known now. Of a grouped layer it is not
-        known which group gets how many.
+        known which group gets how many. Also the name of this machine, for the other ranks.
         """
-        for card in list(self.cards[1:]):
+        found: dict[str, str] = {}
+        for card in self.cards[1:]:
             wrong = {
                 f"{gemm.module} ({card.misfit(gemm.m, gemm.k, gemm.n)})": None
-                for gemm in self._shapes
+                for gemm in shapes
                 if gemm.quantizable and gemm.groups == 1 and gemm.m % card.align_m
             }
             if wrong:
-                self.cards.remove(card)
                 names = list(wrong)
                 more = f" and {len(names) - 3} more modules" if len(names) > 3 else ""
-                reason = f"the model's tokens do not fit, and wgrad sums over them: {', '.join(names[:3])}{more}"
-                self.recorder.add(Refusal(card.name, reason, "the captured step"))
+                found[card.name] = (
+                    f"the model's tokens do not fit, and wgrad sums over them: {', '.join(names[:3])}{more}"
+                )
+        return found, self.processes.host
 
     def _benchmark(self) -> None:
-        """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone."""
+        """Time the captured shapes under every recipe. The model waits; its gradients and activations are gone.
+
+        Several ranks do it at the same time, each for itself: so the devices of a machine share power and heat as they
+        do in training, and each rank waits at the end only as long as it was faster than the slowest (were one rank
+        to work while the others wait, a long benchmark could outlast the process group's timeout). Each shows by its
+        own times whether its device is a slow one.
+        """
         memory.clean(self.engine.device)
+        failure: str | None = None
+        try:
+            self._benchmark_here()
+        except Exception as error:
+            if self.processes.size == 1:
+                raise
+            failure = f"{self.processes.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            memory.clean(self.engine.device)
+        for text in self.processes.gather(failure):
+            if text is not None:
+                self.recorder.add(Problem("GEMM benchmark", text))
+
+    def _benchmark_here(self) -> None:
 
         def tell(what: str, done: int, total: int) -> None:
             if self.progress is not None:
@@ -287,11 +317,18 @@ class Sweep:
         self._sampling = Rounds(self.settings.rounds, most, self.settings.step_precision, self.spare_steps)
         orders = order_of_rounds(list(by_name), most, self.settings.seed)
         done = 0
-        while not (why := self._sampling.why_stop(done, self.settings.round_steps(len(by_name)))):
+        while not (why := self._why_stop(self._sampling, done)):
             for name in orders[done]:
                 yield from self._block(by_name[name], done)
             done += 1
         self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
+
+    def _why_stop(self, sampling: Rounds, done: int) -> str:
+        """See `Rounds.why_stop`. Of several ranks, zero decides for all, by its own steps and its own clock."""
+        why = sampling.why_stop(done, self.settings.round_steps(len(self.cards)))
+        if done >= self.settings.rounds:
+            why, sampling.extra_steps = self.processes.from_zero((why, sampling.extra_steps))
+        return why
 
     def _block(self, card: RecipeCard, round_: int) -> Steps:
         """Settle, then timed steps with nothing attached but the clock."""
@@ -309,13 +346,17 @@ class Sweep:
                 self.recorder.add(probe.stop(card.name, round_))
         memory.reset_peak(device)
         self._clock = StepClock(device)
-        self._clock.boundary()
+        self._forward = ForwardClock(device) if self.processes.size > 1 else None
+        self._boundary()
         for _ in range(self.settings.timed_steps):
             yield
-            self._clock.boundary()
-        clock, self._clock = self._clock, None
+            self._boundary()
+        clock, forward = self._clock, self._forward
+        self._clock = self._forward = None
         steps = clock.read(card.name, round_)
         self.recorder.add(*steps)
+        if forward is not None:
+            self.recorder.add(forward.read(card.name, round_))
         assert self._sampling is not None
         self._sampling.add(card.name, [step.ms for step in steps if step.discarded is None])
         self.recorder.add(*memory.read(device, card.name, round_, "step"))
@@ -416,6 +457,13 @@ class Sweep:
         """
         enter, leave = _module_ranges(boundary)
         return ModuleScopes(self.engine.scoped_modules(), enter, leave)
+
+    def _boundary(self) -> None:
+        """Between two timed steps."""
+        assert self._clock is not None
+        self._clock.boundary()
+        if self._forward is not None:
+            self._forward.boundary()
 
     # -- small parts -----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.ranks import Merged
 from lowprec_callback.analyze.slow_paths import Watched
 from lowprec_callback.analyze.traceview import KernelGroup, TraceView
 from lowprec_callback.recording import Clocks, Plan, Trace
@@ -37,6 +38,8 @@ class Case:
     plan: Plan | None = None
     te: bool = True
     on_cpu: bool = False
+    ranks: Merged | None = None
+    """All ranks' summaries, where several processes trained."""
 
     @property
     def wall(self) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lowprec_callback.analyze import findings_gemm, findings_idle, findings_step
+from lowprec_callback.analyze import findings_gemm, findings_idle, findings_ranks, findings_step
 from lowprec_callback.analyze.finding_case import Case
 from lowprec_callback.report import Finding
 
@@ -19,6 +19,7 @@ CATALOGUE: dict[str, Callable[[Case], Found]] = {
     "launch-bound": findings_idle.find_launch_bound,
     "data-wait": findings_idle.find_data_wait,
     "synchronization": findings_idle.find_synchronization,
+    "straggler": findings_ranks.find_straggler,
     "communication-exposed": findings_step.find_communication,
     "optimizer-share": findings_step.find_optimizer,
     "*-dominates": findings_step.find_blind,

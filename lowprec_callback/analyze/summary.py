@@ -27,6 +27,7 @@ from lowprec_callback.analyze.prediction import Ground as PredictionGround
 from lowprec_callback.analyze.prediction import Side, predict
 from lowprec_callback.analyze.products import beside
 from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.ranks import Slowest, merge
 from lowprec_callback.analyze.reading import Scene, headline, reading
 from lowprec_callback.analyze.slow_paths import Watched, slow_paths
 from lowprec_callback.analyze.statistics import median_interval, ratio
@@ -64,6 +65,7 @@ from lowprec_callback.recording import (
     ModuleTime,
     Plan,
     Product,
+    RankSummary,
     Recording,
     Refusal,
     Sampled,
@@ -134,12 +136,13 @@ def analyze(recording: Recording) -> Report:
         if facts.imported
         else plan_text(plan) + rounds_text(recording.last(Sampled), plan),
         shrunk=plan.shrunk if plan else None,
-        problems=(*facts.flaws, *problems(recording, why)),
+        problems=(*facts.flaws, *facts.unheard, *problems(recording, why)),
         restored=restored_text(recording),
         status=status,
         recording=str(recording.path) if recording.path else None,
         findings=findings(_cases(recipes, base, facts, measured, void)) if base is not None else (),
         conditions=conditions(environment, plan),
+        ranks=facts.merged.report(facts.world) if facts.merged is not None else None,
     )
 
 
@@ -169,6 +172,7 @@ def _cases(
             plan=facts.recording.last(Plan),
             te=facts.te,
             on_cpu=facts.on_cpu,
+            ranks=facts.merged,
         )
         for part in ran
     ]
@@ -229,6 +233,18 @@ class _Facts:
             for line, fact, wrong in counted
             if wrong is not None
         )
+        self.world = _world(environment)
+        summaries = recording.lines(RankSummary)
+        self.merged = merge(summaries) if summaries else None
+        """What all ranks measured."""
+        self.unheard = (
+            (
+                f"ranks: {self.world} processes trained, and the sweep ended before the others' measurements were "
+                "gathered: these are rank 0's alone",
+            )
+            if self.world > 1 and self.merged is None
+            else ()
+        )
         self.recipes = self._names()
         self.baseline = self.recipes[0] if self.recipes else None
 
@@ -283,6 +299,12 @@ class _Measured:
     bad_loss: float | None = None
 
 
+def _world(environment: Environment | None) -> int:
+    """How many processes trained."""
+    text = environment.facts.get("world size", "1") if environment else "1"
+    return int(text) if text.isdecimal() else 1
+
+
 def _as_card(fact: Card, built_in: Mapping[str, RecipeCard]) -> RecipeCard | None:
     """The built-in card of this name with the arguments that ran; None for a card of the user's own."""
     card = built_in.get(fact.recipe)
@@ -314,14 +336,20 @@ def _measure(name: str, facts: _Facts) -> _Measured:
     rounds: dict[int, list[float]] = {}
     for _, step in steps:
         rounds.setdefault(step.round, []).append(step.ms)
+    slowest = facts.merged.slowest.get(name) if facts.merged is not None else None
+    if slowest is not None:
+        # A step in which ranks wait for each other takes as long as the slowest of them.
+        rounds = {number: list(samples) for number, samples in slowest.rounds.items()}
     if rounds:
         estimate = median_interval(rounds)
-        source = lines_of("step_time", _lines(steps))
+        source = lines_of("rank_summary", [slowest.line]) if slowest else lines_of("step_time", _lines(steps))
         step_ms = Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, source)
     else:
         step_ms = Figure.missing("ms", facts.refused(name) or f"no timed step of {name} was recorded")
     views = [view(trace, line) for line, trace in facts.traces.get(name, [])]
     made, no_ledger = ledger(views, step_ms, facts.device_type)
+    if made is not None and slowest is not None:
+        made = replace(made, note=" ".join([*([made.note] if made.note else []), _whose(slowest)]))
     return _Measured(
         step=step_ms,
         rounds=rounds,
@@ -331,6 +359,14 @@ def _measure(name: str, facts: _Facts) -> _Measured:
         ledger=made,
         no_ledger=no_ledger,
         bad_loss=bad_loss(facts.losses.get(name, [])),
+    )
+
+
+def _whose(slowest: Slowest) -> str:
+    """Whose work a ledger shows, where several ranks train."""
+    return (
+        f"Kinds of work are those of rank 0, by its own trace; the step that they are part of is that of the slowest "
+        f"rank, rank {slowest.rank} ({slowest.host})."
     )
 
 

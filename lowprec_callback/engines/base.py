@@ -191,3 +191,9 @@ class Engine(ABC):
             if parameter.is_floating_point():
                 return parameter.dtype
         return torch.float32
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as it was written: `fully_shard` puts one of its own (`FSDPLinear`) before it."""
+    classes = type(module).__mro__
+    return classes[2 if classes[1].__name__ == "FSDPModule" else 0].__name__

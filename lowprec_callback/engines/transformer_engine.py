@@ -12,6 +12,7 @@ its state as it did on the first step of its life.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,17 @@ import torch
 from torch import nn
 
 from lowprec_callback.engines import te_attention, te_state
-from lowprec_callback.engines.base import Around, Current, Engine, LinearLayer, NotRun, Region, Replay, Weight
+from lowprec_callback.engines.base import (
+    Around,
+    Current,
+    Engine,
+    LinearLayer,
+    NotRun,
+    Region,
+    Replay,
+    Weight,
+    class_name,
+)
 from lowprec_callback.engines.plain_torch import plain_linears
 from lowprec_callback.measure.dispatch import Call, storages, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
@@ -143,7 +154,10 @@ class TransformerEngineEngine(Engine):
     def __init__(self, model: nn.Module, device: torch.device, why: str) -> None:
         super().__init__(model, device, why)
         self._loaded = load()
-        self._recipes: dict[str, Any] = {}
+        self._recipes: dict[tuple[str, bool], Any] = {}
+        """TE's recipe objects by the card's name and whether they are for layers of our own."""
+        self._alone = False
+        """Whether layers of our own run now, which must not wait for other ranks."""
         self._asked: Any = None
         """TE's recipe object of the region opened last; None for a region that is switched off."""
         self._saved: _QuantizationState | None = None
@@ -241,11 +255,18 @@ class TransformerEngineEngine(Engine):
         return None
 
     def region(self, card: RecipeCard) -> AbstractContextManager[Any]:
-        """TE's region for the card: switched off for a recipe that does not quantize."""
+        """TE's region for the card: switched off for a recipe that does not quantize.
+
+        Inside `own_state` delayed scaling does not reduce amax over the ranks: each rank benchmarks at its own pace, so
+        that calls of different ranks do not belong together, and a rank would wait for one that never comes.
+        """
         enabled = card.scaling != "none"
-        if enabled and card.name not in self._recipes:
-            self._recipes[card.name] = build_recipe(card)
-        recipe = self._recipes.get(card.name)
+        key = (card.name, self._alone and _several_ranks())
+        if enabled and key not in self._recipes:
+            recipe = build_recipe(card)
+            own = key[1] and hasattr(recipe, "reduce_amax")
+            self._recipes[key] = dataclasses.replace(recipe, reduce_amax=False) if own else recipe
+        recipe = self._recipes.get(key)
         self._asked = recipe
         te = self._loaded.te
         if hasattr(te, "autocast"):
@@ -279,7 +300,10 @@ class TransformerEngineEngine(Engine):
 
     def own_state(self) -> AbstractContextManager[None]:
         """See `Engine.own_state`."""
-        return _OwnState(_state_manager(self._loaded))
+        return _OwnState(_state_manager(self._loaded), self._set_alone)
+
+    def _set_alone(self, alone: bool) -> None:
+        self._alone = alone
 
     def linear_layers(self) -> list[LinearLayer]:
         """TE modules that own two-dimensional weights, and the `nn.Linear`s beside them, which no recipe reaches."""
@@ -288,7 +312,7 @@ class TransformerEngineEngine(Engine):
             # te.ops.Linear shows the weight of the basic operation inside it as its own: once is enough.
             inside = bool(layers) and path.startswith(f"{layers[-1].path}.")
             if is_te_module(module) and not inside and (weights := _weights(module)):
-                layers.append(LinearLayer(path, type(module).__name__, weights, _has_bias(module), quantizable=True))
+                layers.append(LinearLayer(path, class_name(module), weights, _has_bias(module), quantizable=True))
         return layers + plain_linears(self.model, quantizable=False)
 
     def watch(
@@ -352,8 +376,13 @@ class TransformerEngineEngine(Engine):
         """See `Engine.copy_of`. To be called and used inside `own_state`.
 
         Raises whatever copying raises: a module that shares a communicator or stores weights quantized may refuse.
+        ValueError for a module that is spread over ranks: its copy would wait for theirs, and each rank benchmarks at
+        its own pace.
         """
         module = self.model.get_submodule(path)
+        for each in module.modules():
+            if any(_number(each, name) > 1 for name in ("tp_size", "tensor_parallel_size")):
+                raise ValueError("it is spread over ranks (tensor parallel), and cannot be timed by itself")
         # Communicators are shared, not copied.
         held = [value for each in module.modules() for value in (*vars(each).values(), *_meta(each).values())]
         made = copy.deepcopy(module, {id(value): value for value in held if type(value).__name__ == "ProcessGroup"})
@@ -365,6 +394,16 @@ class TransformerEngineEngine(Engine):
                     parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         _QuantizationState.clear(made, _state_manager(self._loaded))
         return made
+
+
+def _number(module: nn.Module, name: str) -> int:
+    value = getattr(module, name, None)
+    return value if isinstance(value, int) else 1
+
+
+def _several_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _weights(module: nn.Module) -> tuple[Weight, ...]:
@@ -487,12 +526,15 @@ class _QuantizationState:
 class _OwnState:
     """A quantization state of TE's global manager beside the one that is there, kept from one entry to the next."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, alone: Callable[[bool], None]) -> None:
         self._manager = manager
+        self._alone = alone
+        """Told when it is entered and left."""
         self._own: dict[str, Any] | None = None
         self._outer: dict[str, Any] = {}
 
     def __enter__(self) -> None:
+        self._alone(True)
         self._outer = _take_globals(self._manager)
         if self._own is None:
             self._manager.reset()
@@ -502,6 +544,7 @@ class _OwnState:
     def __exit__(self, *_: object) -> None:
         self._own = _take_globals(self._manager)
         _put_globals(self._manager, self._outer)
+        self._alone(False)
 
 
 def _take_globals(manager: Any) -> dict[str, Any]:

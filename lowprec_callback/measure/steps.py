@@ -8,13 +8,14 @@ optimizer step, waiting for data included. On a CPU a boundary is a reading of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lowprec_callback.recording import HostTime, StepTime
+from lowprec_callback.recording import ForwardTime, HostTime, StepTime
 
 
 def synchronize(device: torch.device) -> None:
@@ -59,6 +60,50 @@ class StepClock:
             StepTime(recipe, round_, index, ms=own[index], host_ms=host[index], discarded=self._marks.get(index))
             for index in range(len(host))
         ]
+
+
+@dataclass
+class ForwardClock:
+    """The forward passes of one block of timed steps, where several ranks train (see `recording.ForwardTime`).
+
+    On a GPU two more events a forward pass; nothing waits for them.
+
+    Args:
+        device: whose time is taken.
+        now: the host's clock, in seconds. Tests pass their own.
+    """
+
+    device: torch.device
+    now: Callable[[], float] = time.perf_counter
+    _steps: list[list[tuple[Any, Any]]] = field(default_factory=list)
+
+    def boundary(self) -> None:
+        """A step begins."""
+        self._steps.append([])
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward pass."""
+        begin = self._mark()
+        yield
+        if self._steps:
+            self._steps[-1].append((begin, self._mark()))
+
+    def read(self, recipe: str, round_: int) -> ForwardTime:
+        """The steps so far, in ms. Waits for the last event."""
+        synchronize(self.device)
+        return ForwardTime(recipe, round_, tuple(sum(self._ms(*pair) for pair in step) for step in self._steps if step))
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return self.now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @staticmethod
+    def _ms(begin: Any, end: Any) -> float:
+        return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
 @dataclass

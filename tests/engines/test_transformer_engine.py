@@ -362,6 +362,43 @@ def test_layers_of_the_benchmark_leave_no_trace(monkeypatch: pytest.MonkeyPatch,
     assert len(buffers["forward"]) == 1
 
 
+def test_layers_of_our_own_wait_for_no_other_rank(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks benchmark at their own pace: an amax reduction of one would wait for another's that never comes."""
+    monkeypatch.setattr(transformer_engine, "_several_ranks", lambda: True)
+    under_test = engine(fake_te.Linear(fake, 8, 8))
+    state = under_test.own_state()
+    for _ in range(2):
+        with state, under_test.region(CARDS["fp8_delayed"]):
+            pass
+        with under_test.region(CARDS["fp8_delayed"]):
+            pass
+        with state, under_test.region(CARDS["fp8_current"]):
+            pass
+    assert [recipe.reduce_amax for _, recipe in fake.regions if hasattr(recipe, "reduce_amax")] == [False, True] * 2
+    monkeypatch.setattr(transformer_engine, "_several_ranks", lambda: False)
+    with under_test.own_state(), under_test.region(CARDS["fp8_delayed"]):
+        pass
+    assert fake.regions[-1][1].reduce_amax
+
+
+@pytest.mark.parametrize("name", ["tp_size", "tensor_parallel_size"])
+def test_a_module_that_is_spread_over_ranks_is_not_timed_by_itself(fake: Fake, name: str) -> None:
+    model = nn.Sequential(fake_te.Linear(fake, 8, 8), fake_te.Linear(fake, 8, 8))
+    setattr(model[1], name, 2)
+    under_test = engine(model)
+    with pytest.raises(ValueError, match="spread over ranks"):
+        under_test.copy_of("1")
+
+
+def test_a_sharded_module_keeps_its_name(fake: Fake) -> None:
+    """`fully_shard` gives each module a class of its own."""
+    layer = fake_te.Linear(fake, 8, 8)
+    sharded = type("FSDPModule", (), {})
+    layer.__class__ = type("FSDPLinear", (sharded, type(layer)), {})
+    (found,) = engine(nn.Sequential(layer)).linear_layers()
+    assert found.family == "Linear"
+
+
 # -- the probe ---------------------------------------------------------------------------------------------------
 
 
