@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowprec_callback.loggers import log_report
 from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeError, resolve
 from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training, early_ranges
@@ -52,6 +53,8 @@ class LowPrecisionProfiler(Callback):
             Nsight Systems is attached.
         nvtx_steps: with NVTX, optimizer steps for each recipe that also have ranges for modules and GEMMs, all of them
             inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
+        log: give the main figures to the Trainer's loggers when the sweep is over, under the names in
+            `lowprec_callback.loggers`.
         progress: show a progress bar (plain lines where another bar owns the terminal).
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
@@ -86,6 +89,7 @@ class LowPrecisionProfiler(Callback):
         seed: int = 0,
         nvtx: bool | None = None,
         nvtx_steps: int = 2,
+        log: bool = True,
         progress: bool = True,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
@@ -112,6 +116,7 @@ class LowPrecisionProfiler(Callback):
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
+        self._log = log
         self._fail_on_fallback = fail_on_fallback
         self._patched: LightningModule | None = None
         self._step_of_batch = 0
@@ -183,6 +188,7 @@ class LowPrecisionProfiler(Callback):
         """Training is over; so is the sweep, complete or not."""
         if self._sweeping and self.session is not None:
             self.session.close("shortened", "training ended before the sweep did")
+            self._tell_loggers(trainer)
             self._unpatch()
             self._check()
         self._unpatch()
@@ -227,11 +233,17 @@ class LowPrecisionProfiler(Callback):
     def _complete(self, trainer: Trainer) -> None:
         assert self.session is not None
         self.session.close("finished")
+        self._tell_loggers(trainer)
         if self._continue_with is None or self._stop_after:
             self._unpatch()
         if self._stop_after:
             trainer.should_stop = True
         self._check()
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """Outside every timed step, in one call of each logger: what the user logs keeps its steps."""
+        if self._log and self.session is not None:
+            log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
 
     def _check(self) -> None:
         """What `fail_on_fallback` asks for; `on_exception` takes away what is left of ours."""
