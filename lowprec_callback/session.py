@@ -144,6 +144,7 @@ class Session:
             progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
             ranges=ranges,
             clocks=ClockReader() if device_type == "cuda" else None,
+            optimizers=training.optimizers,
         )
         recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk))
         if folder_problem:
