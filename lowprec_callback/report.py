@@ -358,6 +358,8 @@ class MemoryMoment:
     terms: dict[str, Figure]
     """By name (of `MEMORY_TERMS`) [GB]; a term that this moment cannot have is not in it."""
     reserved: Figure
+    activations: dict[str, Figure] = field(default_factory=dict)
+    """What `saved activations` are made of [GB]: inputs of linear layers, and the rest."""
     fragmented: Figure = Figure(None, "GB", reason="not counted at this moment")
     """Of `reserved but unused`: pieces of blocks that are in use otherwise, fit for smaller requests only [GB]."""
 

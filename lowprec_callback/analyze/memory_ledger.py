@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from lowprec_callback.analyze.memory_model import Layer
 from lowprec_callback.analyze.provenance import lines_of
-from lowprec_callback.analyze.stored_bytes import weight_copies
+from lowprec_callback.analyze.stored_bytes import saved_inputs, weight_copies
 from lowprec_callback.recording import Dispatch, Holding, Memory, PeakHolding
 from lowprec_callback.report import MEMORY_TERMS, Figure, MemoryMoment
 
@@ -50,6 +50,8 @@ NOT_ASKED = "this allocator does not count what was asked for"
     ROUNDING,
     UNUSED,
 ) = MEMORY_TERMS
+
+INPUTS, REST = "inputs of linear layers", "the rest of them"
 
 NAMED = {
     PARAMETERS: "parameters",
@@ -87,9 +89,9 @@ class Ledger:
         for line, holding in holdings:
             self._holdings.setdefault(holding.phase, (line, holding))
         self._peak = peak
-        copies = weight_copies(dispatches, layers, micro_batches)
-        self._copies: Mapping[str, int] | None = copies
-        self._copy_facts = lines_of("dispatch", (line for line, _ in dispatches))
+        self._copies = weight_copies(dispatches, layers, micro_batches)
+        self._inputs = saved_inputs(dispatches, layers, micro_batches)
+        self._operand_facts = lines_of("dispatch", (line for line, _ in dispatches))
 
     def moments(self) -> tuple[MemoryMoment, ...]:
         """The ends of phases in order, and after them the peak; empty where nobody counted owners."""
@@ -139,7 +141,21 @@ class Ledger:
         kept = self._kept(phase)
         if kept.value is not None and kept.value * GB >= made:
             return kept
-        return Figure(made / GB, "GB", "measured", facts=self._copy_facts)
+        return Figure(made / GB, "GB", "measured", facts=self._operand_facts)
+
+    def _of_activations(self, terms: Mapping[str, Figure], among: Sequence[str] | None = None) -> dict[str, Figure]:
+        """Saved activations, split in what linear layers saved for wgrad and all else, where operands were read."""
+        whole = terms.get(ACTIVATIONS)
+        if whole is None or self._inputs is None:
+            return {}
+        size = sum(each for module, each in self._inputs.items() if among is None or _owned(module, among))
+        inputs = Figure(size / GB, "GB", "measured", facts=self._operand_facts)
+        rest = difference(whole, [inputs])
+        if whole.known and not rest.known:
+            rest = Figure.missing(
+                "GB", "inputs that layers share are counted for each, and come to more than the whole"
+            )
+        return {INPUTS: inputs, REST: rest}
 
     # -- moments ---------------------------------------------------------------------------------------------------
 
@@ -155,9 +171,9 @@ class Ledger:
         terms[ROUNDING] = difference(allocated, [requested])
         terms[UNUSED] = difference(reserved, [allocated])
         split = self._counter(name, "inactive_split")
-        return MemoryMoment(
-            name, {"start": "before the step"}.get(name, f"after {name}"), _ordered(terms), reserved, split
-        )
+        inside = self._of_activations(terms) if name == "forward" else {}
+        where = {"start": "before the step"}.get(name, f"after {name}")
+        return MemoryMoment(name, where, _ordered(terms), reserved, inside, split)
 
     def _saved(
         self, requested: Figure, named: Mapping[str, Figure], copies: Figure | None, kept: Figure
@@ -189,7 +205,7 @@ class Ledger:
         terms[UNUSED] = difference(reserved, [peak])
         where = f"in {fact.phase}" if fact.phase != "start" else "before forward"
         where += f", at {fact.module}" if fact.module else ""
-        return MemoryMoment("peak", where, _ordered(terms), reserved)
+        return MemoryMoment("peak", where, _ordered(terms), reserved, self._of_activations(terms, fact.open_layers))
 
 
 def difference(whole: Figure, parts: Iterable[Figure]) -> Figure:

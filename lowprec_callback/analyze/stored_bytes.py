@@ -100,6 +100,26 @@ def weight_copies(
     return {module: size // max(micro_batches, 1) for module, size in found.items()}
 
 
+def saved_inputs(
+    dispatches: Sequence[tuple[int, Dispatch]], layers: Sequence[Layer], micro_batches: int
+) -> dict[str, int] | None:
+    """Measured bytes of each layer's input that is saved for wgrad, in one micro-batch; None where one was not read.
+
+    The smaller of what fprop got and what wgrad got: one copy may be dropped between the two, or made only then. An
+    input that two layers share counts for each.
+    """
+    saving = {layer.module for layer in layers if layer.wgrad}
+    found: dict[str, list[int]] = {}
+    for _, fact in dispatches:
+        saved = {"fprop": fact.other, "wgrad": fact.weight_or_input}.get(fact.role)
+        if fact.module in saving and saved is not None and saved.stored is not None:
+            both = found.setdefault(fact.module, [0, 0])
+            both[fact.role == "wgrad"] += fact.calls * total(saved.stored)
+    if not saving or any(not all(found.get(module, (0, 0))) for module in saving):
+        return None
+    return {module: min(both) // max(micro_batches, 1) for module, both in found.items()}
+
+
 def held_sums(
     dispatches: Sequence[tuple[int, Dispatch]], layers: Sequence[Layer], micro_batches: int
 ) -> tuple[int | None, int | None]:

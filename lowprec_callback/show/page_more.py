@@ -131,11 +131,14 @@ def memory_moments(report: Report) -> list[More]:
             figures = [moment.terms.get(name) for moment in counted]
             if any(figure is not None and figure.value != 0 for figure in figures):
                 table.add_row(Text(name), *(memory_ledger.cell_or_dash(figure, notes, unit) for figure in figures))
+            if name == memory_ledger.ACTIVATIONS:
+                for part, cells in memory_ledger.activations(counted, notes, unit):
+                    table.add_row(Text(f"  {part}"), *cells)
         table.add_row(
             Text(f"  {memory_ledger.FRAGMENTED}"),
             *(memory_ledger.cell_or_dash(m.fragmented if m.fragmented.known else None, notes, unit) for m in counted),
         )
-        table.add_row(Text(memory_ledger.SUM), *(memory_ledger.cell(m.reserved, notes, unit) for m in counted))
+        table.add_row(Text(memory_ledger.SUM), *(memory_ledger.cell_or_dash(m.reserved, notes, unit) for m in counted))
         found.append(More(f"Memory at every phase, {unit}: {recipe.name}", [table, *notes.lines()]))
     return found
 

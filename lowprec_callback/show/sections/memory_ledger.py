@@ -14,7 +14,11 @@ from lowprec_callback.show.sections import parts
 from lowprec_callback.show.sections.parts import Notes
 
 SUM = "reserved"
+ACTIVATIONS = "saved activations"
+
 FRAGMENTED = "of it pieces of blocks in use"
+
+PLACES = 2
 
 INSTEAD = "backward"
 """Where nothing counts the peak (a CPU): all that can be named is there after backward."""
@@ -50,19 +54,25 @@ def unit_of(figures: Sequence[Figure]) -> str:
 _PER_GB = {"GB": 1.0, "MB": 1e3, "kB": 1e6}
 
 
-def cell(figure: Figure, notes: Notes, unit: str, signed: bool = False) -> Text:
-    """Bytes in a table of this unit."""
+def cell(figure: Figure, notes: Notes, unit: str, signed: bool = False, places: int | None = None) -> Text:
+    """Bytes in a table of this unit; with `places`, so many decimals in every row, so that they stand in line."""
 
     def write(known: Figure) -> str:
         scaled = known if unit == "GB" else known.scaled(_PER_GB[unit], unit)
-        return words.number(scaled, signed=signed) if scaled.value else "0"
+        return words.number(scaled, places, signed) if scaled.value else "0"
 
     return notes.cell(figure, write)
 
 
 def cell_or_dash(figure: Figure | None, notes: Notes, unit: str) -> Text:
     """A dash where this moment cannot have the term."""
-    return Text("-", style=parts.DIM) if figure is None else cell(figure, notes, unit)
+    return Text("-", style=parts.DIM) if figure is None else cell(figure, notes, unit, places=PLACES)
+
+
+def activations(moments: Sequence[MemoryMoment], notes: Notes, unit: str) -> list[tuple[str, list[Text]]]:
+    """What the saved activations are made of: rows below theirs, which the sum holds already."""
+    names = dict.fromkeys(name for moment in moments for name in moment.activations)
+    return [(name, [cell_or_dash(moment.activations.get(name), notes, unit) for moment in moments]) for name in names]
 
 
 def _rows(held: Sequence[_Held]) -> list[str]:
@@ -81,10 +91,14 @@ def _rows(held: Sequence[_Held]) -> list[str]:
 
 def _table(held: Sequence[_Held], rows: Sequence[str], notes: Notes, unit: str) -> Table:
     table = parts.table("", *(name for name, _ in held))
+    moments = [moment for _, moment in held]
     for term in rows:
-        table.add_row(Text(term), *(cell_or_dash(moment.terms.get(term), notes, unit) for _, moment in held))
+        table.add_row(Text(term), *(cell_or_dash(moment.terms.get(term), notes, unit) for moment in moments))
+        if term == ACTIVATIONS:
+            for name, cells in activations(moments, notes, unit):
+                table.add_row(Text(f"  {name}"), *cells)
     if any(moment.reserved.known for _, moment in held):
-        cells = [cell(moment.reserved, notes, unit) for _, moment in held]
+        cells = [cell(moment.reserved, notes, unit, places=PLACES) for _, moment in held]
         for each in cells:
             each.stylize("bold")
         table.add_row(Text(SUM, style="bold"), *cells)
@@ -100,8 +114,10 @@ def _nothing_else(held: Sequence[_Held]) -> list[RenderableType]:
 
 def _moments(held: Sequence[_Held]) -> list[RenderableType]:
     """Where the peak was: one line if it was at the same place in all recipes."""
-    places = {moment.where for _, moment in held}
+    places: dict[str, list[str]] = {}
+    for name, moment in held:
+        places.setdefault(moment.where, []).append(name)
     if len(places) == 1:
-        return [parts.paragraph(f"The peak is {places.pop()}.", style=parts.DIM)]
-    each = "; ".join(f"{name} {moment.where}" for name, moment in held)
-    return [parts.paragraph(f"The peak: {each}.", style=parts.DIM)]
+        return [parts.paragraph(f"The peak comes {next(iter(places))}.", style=parts.DIM)]
+    each = "; ".join(f"{where} ({words.listed(names)})" for where, names in places.items())
+    return [parts.paragraph(f"The peak comes {each}.", style=parts.DIM)]
