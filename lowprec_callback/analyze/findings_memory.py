@@ -41,12 +41,13 @@ def find_memory(case: Case) -> Finding | None:
         advice = "Let the sweep trace a step (traced_steps), which tells in which phase it is held."
     terms = {term.name: term.measured for term in report.terms} if report is not None else {}
     changed = _changes(report, case.base.memory)
-    shown = changed or list(terms.items())
-    evidence += [
-        rests_on(f"{name}: {figure.value:+.3g} GB{' at the peak' if changed else ' measured'}", figure)
-        for name, figure in shown
-        if figure.value is not None
-    ]
+    evidence += [rests_on(f"{name}: {figure.value:+.3g} GB at the peak", figure) for name, figure in changed]
+    if not changed:
+        evidence += [
+            rests_on(f"{name}: {figure.value:{'+' if 'against' in name else ''}.3g} GB measured", figure)
+            for name, figure in terms.items()
+            if figure.value is not None
+        ]
     if changed:
         grown = [(name, figure) for name, figure in changed if (figure.value or 0.0) > 0]
         why = ", ".join(f"{name} {figure.value:+.3g} GB" for name, figure in changed[:NAMED])
