@@ -179,7 +179,7 @@ class Sweep:
         if self._script is None:
             return
         script, self._script = self._script, None
-        self.done, self.card, self._clock = True, None, None
+        self.done, self.card, self._clock, self._memory = True, None, None, None
         # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
         with suppress(RuntimeError):
             self._close_step()
