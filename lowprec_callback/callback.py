@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowprec_callback.engines.base import class_name
+from lowprec_callback.loggers import log_report
 from lowprec_callback.plan import Settings
 from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError, resolve
@@ -58,6 +59,8 @@ class LowPrecisionProfiler(Callback):
             inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
         guard_steps: optimizer steps that every recipe takes from the same state on the same data, so that their losses
             and gradients can be compared with the baseline's (which takes them twice); 0 for none. Needs `restore`.
+        log: give the main figures to the Trainer's loggers when the sweep is over, under the names in
+            `lowprec_callback.loggers`.
         progress: show a progress bar (plain lines where another bar owns the terminal).
         keep_rank_recordings: where several processes train, keep the Recordings of ranks other than zero as well, as
             `rank-N.jsonl` in the run folder, each on its own machine. After an exception they are kept in any case.
@@ -99,6 +102,7 @@ class LowPrecisionProfiler(Callback):
         nvtx: bool | None = None,
         nvtx_steps: int = 2,
         guard_steps: int = 4,
+        log: bool = True,
         progress: bool = True,
         keep_rank_recordings: bool = False,
         fail_on_fallback: bool = False,
@@ -140,6 +144,7 @@ class LowPrecisionProfiler(Callback):
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
+        self._log = log
         self._fail_on_fallback = fail_on_fallback
         self._patched: LightningModule | None = None
         self._step_of_batch = 0
@@ -221,6 +226,7 @@ class LowPrecisionProfiler(Callback):
         """Training is over; so is the sweep, complete or not."""
         if self._sweeping and self.session is not None:
             self.session.close("shortened", "training ended before the sweep did")
+            self._tell_loggers(trainer)
             self._unpatch()
             self._check()
         self._unpatch()
@@ -269,11 +275,17 @@ class LowPrecisionProfiler(Callback):
     def _complete(self, trainer: Trainer) -> None:
         assert self.session is not None
         self.session.close("finished")
+        self._tell_loggers(trainer)
         if self._continue_with is None or self._stop_after:
             self._unpatch()
         if self._stop_after:
             trainer.should_stop = True
         self._check()
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """Outside every timed step, in one call of each logger: what the user logs keeps its steps."""
+        if self._log and self.session is not None:
+            log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
 
     def _check(self) -> None:
         """What `fail_on_fallback` asks for; `on_exception` takes away what is left of ours."""

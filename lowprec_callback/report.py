@@ -333,6 +333,46 @@ class MemoryTerm:
     measured: Figure
 
 
+MEMORY_TERMS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "buffers and scales",
+    "copies of weights",
+    "cuBLASLt workspace",
+    "saved activations",
+    "activations and copies",
+    "temporaries",
+    "not attributed",
+    "rounding",
+    "reserved but unused",
+)
+"""The terms of the memory ledger (`analyze.memory_ledger`), disjoint. `activations and copies` stands for two that
+could not be told apart."""
+
+
+@dataclass(frozen=True)
+class MemoryMoment:
+    """All that the allocator took from the GPU at one moment of the watched step: terms that add up to `reserved`."""
+
+    name: str
+    """start, forward, backward, optimizer (the ends of these phases), or peak."""
+    where: str
+    """In words: `in backward, at layers.3.mlp`."""
+    terms: dict[str, Figure]
+    """By name (of `MEMORY_TERMS`) [GB]; a term that this moment cannot have is not in it."""
+    reserved: Figure
+    activations: dict[str, Figure] = field(default_factory=dict)
+    """What `saved activations` are made of [GB]: inputs of linear layers, and the rest."""
+    fragmented: Figure = Figure(None, "GB", reason="not counted at this moment")
+    """Of `reserved but unused`: pieces of blocks that are in use otherwise, fit for smaller requests only [GB]."""
+
+    @property
+    def sum(self) -> Figure:
+        """All terms together; missing as soon as one of them is."""
+        return Figure.total(self.terms.values(), "GB")
+
+
 @dataclass(frozen=True)
 class MemoryReport:
     """The memory witness of one recipe."""
@@ -347,6 +387,12 @@ class MemoryReport:
     terms: tuple[MemoryTerm, ...] = ()
     note: str | None = None
     """If the recipe should hold more than the baseline: what, and that it is no fault."""
+    moments: tuple[MemoryMoment, ...] = ()
+    """The memory ledger at the end of each phase, and last at the peak (on a CPU without it)."""
+
+    def moment(self, name: str) -> MemoryMoment | None:
+        """The ledger at one moment, if it was recorded."""
+        return next((moment for moment in self.moments if moment.name == name), None)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ class Session:
             spare_steps=fitted.spare,
             scaler=training.scaler,
             processes=processes,
+            optimizers=training.optimizers,
         )
         no_guard = _why_no_guard(options, fitted.settings)
         recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk, no_guard))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -23,6 +23,7 @@ from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.gemms import benchmark
+from lowprec_callback.measure.held import MemoryWatch
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.module_bench import module_times
 from lowprec_callback.measure.nvtx import Ranges, capture_window
@@ -39,9 +40,6 @@ from lowprec_callback.rounds import Rounds, widest
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
-
-ALL_ROUNDS = -1
-"""The round of facts that belong to no timed block."""
 
 
 class Progress(Protocol):
@@ -72,6 +70,7 @@ class Sweep:
         spare_steps: optimizer steps that the fit has beyond the plan, for more rounds; None if it has no end.
         scaler: the training's `torch.amp.GradScaler` or None.
         processes: those that train together; all run this sweep in lockstep.
+        optimizers: whose state is counted when memory is watched.
     """
 
     engine: Engine
@@ -87,6 +86,7 @@ class Sweep:
     spare_steps: int | None = 0
     scaler: Any = None
     processes: Ranks = field(default_factory=Alone)
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
     done: bool = False
     card: RecipeCard | None = None
@@ -103,7 +103,7 @@ class Sweep:
     _step_range: AbstractContextManager[Any] | None = None
     _phase_range: AbstractContextManager[Any] | None = None
     _traced_step: int | None = None
-    _memory_of: str | None = None
+    _memory: MemoryWatch | None = None
     _nvtx_depth: int = 0
     _step_word: str = "step"
     _phase_name: str = ""
@@ -144,9 +144,9 @@ class Sweep:
 
     def phase(self, name: Literal["data", "forward", "backward", "optimizer", ""]) -> None:
         """A phase of the step begins (and the one before ends). Free when nothing watches."""
-        if self._traced_step is None and not self.ranges.enabled and self._memory_of is None:
+        if self._traced_step is None and not self.ranges.enabled and self._memory is None:
             return
-        if self._memory_of is not None and name in ("", "optimizer"):
+        if self._memory is not None and name in ("", "optimizer"):
             self._read_phase_memory()
         if self._traced_step is not None:
             if self._phase_range is not None:
@@ -161,6 +161,8 @@ class Sweep:
             if name:
                 self._push(name)
         self._phase_name = name
+        if self._memory is not None:
+            self._memory.begins(name)
 
     def contaminate(self, reason: str) -> None:
         """Something that is no part of training happened inside this step: its time does not count."""
@@ -193,6 +195,7 @@ class Sweep:
             return
         script, self._script = self._script, None
         self.done, self.card, self._clock, self._forward, self.trial = True, None, None, None, None
+        self._memory = None
         # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
         with suppress(RuntimeError):
             self._close_step()
@@ -371,12 +374,14 @@ class Sweep:
         self._what = f"tracing {card.name}"
         device = self.engine.device
         log, library = GemmLog(self.engine.linear_layers(), self.engine.region_of), LibraryListener(device)
-        memory.reset_peak(device)
-        self.recorder.add(*memory.read(device, card.name, ALL_ROUNDS, "start"))
-        self._memory_of = card.name
+        paths = (layer.path for layer in self.engine.linear_layers())
+        held = MemoryWatch(card.name, self.engine.model, self.optimizers, device, self.engine, paths)
+        self.recorder.add(*held.start())
+        self._memory = held
         with self.engine.observe(card) as notes:
-            yield from self._watched_step(log, library)
-        self._memory_of = None
+            yield from self._watched_step(log, library, held)
+        self._memory = None
+        self.recorder.add(*held.peak())
         self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
         self.recorder.add(*library.facts(card.name, log))
 
@@ -431,12 +436,21 @@ class Sweep:
                 self.recorder.add(self.trial.fact(self._loss))
         self.trial = None
 
-    def _watched_step(self, log: GemmLog, library: LibraryListener | None = None) -> Steps:
+    def _watched_step(
+        self, log: GemmLog, library: LibraryListener | None = None, held: MemoryWatch | None = None
+    ) -> Steps:
         """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
 
-        With `library`, at what the library's own log says of them too.
+        With `library`, at what the library's own log says of them too; with `held`, at memory.
         """
-        scopes = self._ranged_scopes(library.boundary if library else None)
+
+        def boundary(scope: Scope, enters: bool) -> None:
+            if library is not None:
+                library.boundary(scope)
+            if held is not None:
+                held.boundary(scope, enters)
+
+        scopes = self._ranged_scopes(boundary)
         tracer = Tracer(self.engine.device, shapes=True)
         with ExitStack() as stack:
             tracer.start()
@@ -450,10 +464,10 @@ class Sweep:
         for product in tracer.products():
             log.add_product(product)
 
-    def _ranged_scopes(self, boundary: Callable[[Scope], None] | None = None) -> ModuleScopes:
+    def _ranged_scopes(self, boundary: Callable[[Scope, bool], None] | None = None) -> ModuleScopes:
         """The model's modules, each with a profiler range around its forward and backward.
 
-        `boundary` is told of every module that begins or ends.
+        `boundary` is told of every module that begins (True) or ends (False).
         """
         enter, leave = _module_ranges(boundary)
         return ModuleScopes(self.engine.scoped_modules(), enter, leave)
@@ -496,11 +510,10 @@ class Sweep:
         self._nvtx_depth -= 1
 
     def _read_phase_memory(self) -> None:
-        phases: tuple[memory.Phase, ...] = ("forward", "backward", "optimizer")
+        phases: tuple[memory.WatchedPhase, ...] = ("forward", "backward", "optimizer")
         for phase in phases:
-            if self._memory_of is not None and self._phase_name == phase:
-                self.recorder.add(*memory.read(self.engine.device, self._memory_of, ALL_ROUNDS, phase))
-                memory.reset_peak(self.engine.device)
+            if self._memory is not None and self._phase_name == phase:
+                self.recorder.add(*self._memory.ends(phase))
 
     def _record_loss(self, recipe: str, round_: int) -> None:
         if isinstance(self._loss, torch.Tensor) and self._loss.numel() == 1:
@@ -549,7 +562,7 @@ def _both(outer: Around, inner: Around) -> Around:
 
 
 def _module_ranges(
-    boundary: Callable[[Scope], None] | None = None,
+    boundary: Callable[[Scope, bool], None] | None = None,
 ) -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
     """Listeners that put a profiler range around each module, on whatever thread runs it, and tell `boundary`."""
     opened: dict[int, list[AbstractContextManager[Any]]] = {}
@@ -559,11 +572,11 @@ def _module_ranges(
         entered.__enter__()
         opened.setdefault(threading.get_ident(), []).append(entered)
         if boundary is not None:
-            boundary(scope)
+            boundary(scope, True)
 
     def leave(scope: Scope) -> None:
         if boundary is not None:
-            boundary(scope)
+            boundary(scope, False)
         stack = opened.get(threading.get_ident())
         if stack:
             stack.pop().__exit__(None, None, None)

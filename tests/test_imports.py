@@ -23,6 +23,7 @@ RANKS = {
     "recipes": 2,
     "plan": 2,
     "run_folder": 2,
+    "loggers": 2,
     "progress": 2,
     "analyze": 3,
     "show": 4,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lowprec_callback.analyze import findings_gemm, findings_idle, findings_ranks, findings_step
+from lowprec_callback.analyze import findings_gemm, findings_idle, findings_memory, findings_ranks, findings_step
 from lowprec_callback.analyze.finding_case import Case
 from lowprec_callback.report import Finding
 
@@ -32,7 +32,7 @@ CATALOGUE: dict[str, Callable[[Case], Found]] = {
     "gemm-slower-in-step": findings_gemm.find_slower_in_step,
     "throttled": findings_gemm.find_throttled,
     "padding": findings_gemm.find_padding,
-    "memory-up": findings_gemm.find_memory,
+    "memory-up": findings_memory.find_memory,
     "noise": findings_step.find_noise,
     "sweep-too-short": findings_gemm.find_short,
 }

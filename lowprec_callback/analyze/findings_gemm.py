@@ -1,4 +1,4 @@
-"""Findings about the GEMMs themselves, the GPU's clock, memory, and the sweep that measured them."""
+"""Findings about the GEMMs themselves, the GPU's clock, and the sweep that measured them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ OUTSIDE = 0.02
 
 CLOCK = 0.02
 """Relative difference of two clocks that means something: NVML reads whole steps of 15 MHz."""
-
-MORE_MEMORY = 0.02
-"""Share of the baseline's peak by which a recipe's must be higher to be worth telling."""
 
 _NO_CAUSE = "Expect what the step shows, not the benchmark: the Recording holds no cause that could be removed"
 
@@ -283,43 +280,6 @@ def find_padding(case: Case) -> Finding | None:
         f"{rows[0].reason}.",
         [f"{row.operation} {row.m}x{row.k}x{row.n}: {row.reason}" for row in rows[:6]],
         f"Pad to the next multiple: {some(sizes)}.",
-    )
-
-
-def find_memory(case: Case) -> Finding | None:
-    """The recipe's peak is higher than the baseline's."""
-    peak, before = case.part.peak_gb.value, case.base.peak_gb.value
-    if case.part.baseline or peak is None or not before or peak < (1 + MORE_MEMORY) * before:
-        return None
-    report = case.part.memory
-    evidence = [
-        rests_on(f"peak {peak:.3g} GB, {before:.3g} GB in {case.base.name}", case.part.peak_gb, case.base.peak_gb)
-    ]
-    why, advice = "why is not known", "Look in the memory table for the phase in which it is held."
-    if report is None or not any(figure.known for name, figure in report.phases.items() if name != "parameters"):
-        advice = "Let the sweep trace a step (traced_steps), which tells in which phase it is held."
-    terms = {term.name: term.measured for term in report.terms} if report is not None else {}
-    evidence += [
-        rests_on(f"{name}: {figure.value:+.3g} GB measured", figure)
-        for name, figure in terms.items()
-        if figure.value is not None
-    ]
-    if report is not None and report.note is not None:
-        why = report.note.rstrip(".")
-        advice = "Expected: plan for it, or recompute activations."
-        weights = terms.get("copies of weights")
-        if weights is not None and weights.value and case.te:
-            advice += (
-                " te.quantized_model_init keeps weights in the recipe's format alone; the optimizer then needs its own "
-                "master weights."
-            )
-    return case.found(
-        "memory-up",
-        Figure.missing("ms", "memory costs no time by itself"),
-        f"The peak of {case.part.name} is {peak - before:.3g} GB ({peak / before - 1:.0%}) above that of "
-        f"{case.base.name}: {why}.",
-        evidence,
-        advice,
     )
 
 

@@ -9,7 +9,7 @@ from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.memory_model import Held, Layer, held_after_forward, layers_of
 from lowprec_callback.analyze.precision import Operands
 from lowprec_callback.analyze.stored_bytes import held_sums
-from lowprec_callback.recording import Card, Dispatch, Gemm, Memory
+from lowprec_callback.recording import Card, Dispatch, Gemm, Holding, Memory, PeakHolding
 
 TOLERANCE = {True: 0.005, False: 0.01}
 """Of all bytes that the formulas add up for two recipes: what measured and expected differences may differ by; more
@@ -28,6 +28,8 @@ class Subject:
     dispatches: Sequence[tuple[int, Dispatch]]
     override: str | None = None
     """Who asked for a wide backward pass, if anyone did."""
+    holdings: Sequence[tuple[int, Holding]] = ()
+    peak: tuple[int, PeakHolding] | None = None
 
 
 @dataclass(frozen=True)

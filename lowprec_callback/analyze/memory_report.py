@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lowprec_callback.analyze.memory_case import Case, Ground, first, slack
-from lowprec_callback.analyze.memory_model import possible_increases
+from lowprec_callback.analyze.memory_ledger import GB, NO_COUNTERS, NOT_RECORDED, Ledger
+from lowprec_callback.analyze.memory_model import Layer, possible_increases
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.recording import Memory
 from lowprec_callback.report import Figure, MemoryReport, MemoryTerm
 
-GB = 1e9
-NO_COUNTERS = "a CPU has no allocator counters"
 PHASES = ("start", "forward", "backward", "optimizer")
 
 
-def memory_report(case: Case, base: Case | None, ground: Ground) -> MemoryReport:
+def memory_report(case: Case, base: Case | None, ground: Ground, layers: Sequence[Layer]) -> MemoryReport:
     """One recipe's part of the Report, once all that speaks for and against it is in `case`."""
     state: Literal["agrees", "contradicts", "silent"]
     if case.by_allocator or case.by_operands:
@@ -31,6 +30,15 @@ def memory_report(case: Case, base: Case | None, ground: Ground) -> MemoryReport
         phases=_phases(case.subject.memory, ground),
         terms=_terms(case, base, ground),
         note=_note(case, base),
+        moments=Ledger(
+            case.subject.memory,
+            case.subject.holdings,
+            case.subject.peak,
+            case.subject.dispatches,
+            layers,
+            ground.micro_batches,
+            ground.on_cpu,
+        ).moments(),
     )
 
 
@@ -54,7 +62,7 @@ def no_counters(case: Case, base: Case | None, ground: Ground) -> str:
 
 def _phases(memory: Sequence[tuple[int, Memory]], ground: Ground) -> dict[str, Figure]:
     lines = {id(fact): line for line, fact in memory}
-    missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else "this phase was not recorded")
+    missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else NOT_RECORDED)
     phases: dict[str, Figure] = {}
     if ground.parameter_bytes:
         phases["parameters"] = Figure(ground.parameter_bytes / GB, "GB", "measured", facts=ground.parameter_facts)

@@ -58,7 +58,8 @@ def memory_witness(ground: Ground, subjects: Sequence[Subject], baseline: str) -
         _by_allocator(case, base, layers, ground)
     _by_pairs(others)
     return {
-        name: Testimony(memory_report(case, base, ground), tuple(case.by_allocator)) for name, case in cases.items()
+        name: Testimony(memory_report(case, base, ground, layers), tuple(case.by_allocator))
+        for name, case in cases.items()
     }
 
 

@@ -83,6 +83,43 @@ def close(one: float, other: float) -> bool:
     return abs(one - other) <= 0.1 * other
 
 
+def weight_copies(
+    dispatches: Sequence[tuple[int, Dispatch]], layers: Sequence[Layer], micro_batches: int
+) -> dict[str, int] | None:
+    """Measured bytes of the copies of each layer's weight in one micro-batch, the parameter itself apart (as read in
+    fprop); None where a layer's was not read."""
+    wanted = {layer.module for layer in layers}
+    found: dict[str, int] = {}
+    for _, fact in dispatches:
+        weight = fact.weight_or_input.stored
+        # A forward pass that is run again in backward makes its copies again: they are not there twice.
+        if fact.module in wanted and fact.role == "fprop" and weight is not None and not fact.recomputed:
+            found[fact.module] = found.get(fact.module, 0) + fact.calls * total(weight) * (not weight.parameter)
+    if not wanted or found.keys() < wanted:
+        return None
+    return {module: size // max(micro_batches, 1) for module, size in found.items()}
+
+
+def saved_inputs(
+    dispatches: Sequence[tuple[int, Dispatch]], layers: Sequence[Layer], micro_batches: int
+) -> dict[str, int] | None:
+    """Measured bytes of each layer's input that is saved for wgrad, in one micro-batch; None where one was not read.
+
+    The smaller of what fprop got and what wgrad got: one copy may be dropped between the two, or made only then. An
+    input that two layers share counts for each.
+    """
+    saving = {layer.module for layer in layers if layer.wgrad}
+    found: dict[str, list[int]] = {}
+    for _, fact in dispatches:
+        saved = {"fprop": fact.other, "wgrad": fact.weight_or_input}.get(fact.role)
+        if fact.module in saving and saved is not None and saved.stored is not None:
+            both = found.setdefault(fact.module, [0, 0])
+            both[fact.role == "wgrad"] += fact.calls * total(saved.stored)
+    if not saving or any(not all(found.get(module, (0, 0))) for module in saving):
+        return None
+    return {module: min(both) // max(micro_batches, 1) for module, both in found.items()}
+
+
 def held_sums(
     dispatches: Sequence[tuple[int, Dispatch]], layers: Sequence[Layer], micro_batches: int
 ) -> tuple[int | None, int | None]:

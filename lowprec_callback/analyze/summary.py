@@ -55,6 +55,7 @@ from lowprec_callback.recording import (
     GemmKernels,
     GemmTime,
     Header,
+    Holding,
     HostTime,
     Imported,
     LibraryCall,
@@ -63,6 +64,7 @@ from lowprec_callback.recording import (
     Memory,
     Model,
     ModuleTime,
+    PeakHolding,
     Plan,
     Product,
     RankSummary,
@@ -210,6 +212,8 @@ class _Facts:
         self.hosts = _by_recipe(recording.lines(HostTime))
         self.losses = _by_recipe(recording.lines(Loss))
         self.memory = _by_recipe(recording.lines(Memory))
+        self.holdings = _by_recipe(recording.lines(Holding))
+        self.peaks = _by_recipe(recording.lines(PeakHolding))
         self.clocks = _by_recipe(recording.lines(Clocks))
         self.dispatches = _by_recipe(recording.lines(Dispatch))
         calls = _by_recipe(recording.lines(LibraryCall))
@@ -526,7 +530,14 @@ def _memory(facts: _Facts) -> dict[str, Testimony]:
         parameter_facts=lines_of("model", [line for line, _ in facts.recording.lines(Model)][-1:]),
     )
     subjects = [
-        Subject(card, facts.memory.get(name, []), facts.dispatches.get(name, []), _override(facts, card))
+        Subject(
+            card,
+            facts.memory.get(name, []),
+            facts.dispatches.get(name, []),
+            _override(facts, card),
+            facts.holdings.get(name, []),
+            next(iter(facts.peaks.get(name, [])[-1:]), None),
+        )
         for name, card in facts.cards.items()
         if facts.refused(name) is None
     ]

@@ -167,6 +167,14 @@ class Engine(ABC):
         del card
         return []
 
+    def held(self) -> dict[str, Any]:
+        """What a library keeps in memory beside the model's parameters, as nested containers of its objects.
+
+        Keys: `quantized` (weights that stay quantized between micro-batches), `buffers` (scales, amax histories),
+        `workspaces`.
+        """
+        return {}
+
     @abstractmethod
     def make_linear(self, k: int, n: int, bias: bool, groups: int = 1) -> nn.Module:
         """A fresh linear layer of this engine's own kind, K inputs to N outputs, in the model's parameter type.

@@ -6,6 +6,9 @@ Nothing here imports TE; modules and recipes are read by the names of their attr
 from __future__ import annotations
 
 import dataclasses
+import gc
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -61,6 +64,37 @@ def uncached(module: nn.Module) -> bool:
         return False
     weights = [p for name, p in module.named_parameters(recurse=False) if p.dim() == 2 and "weight" in name]
     return bool(weights) and not any(hasattr(weight, "_quantizer") for weight in weights)
+
+
+def held(model: nn.Module) -> dict[str, Any]:
+    """What TE keeps on its modules and for itself: see `Engine.held`."""
+    modules = [each for each in model.modules() if type(each).__module__.startswith("transformer_engine")]
+    metas = [getattr(each, name, None) for each in modules for name in ("fp8_meta", "_fp8_metas")]
+    return {
+        "quantized": [each.__dict__.get("_fp8_workspaces") for each in modules],
+        "buffers": [list(_states(meta)) for meta in metas],
+        "workspaces": _workspaces(),
+    }
+
+
+def _states(meta: Any) -> Iterator[Any]:
+    """Scales and amax histories of a module's `fp8_meta`, or of an operator's, which has one for each direction."""
+    for value in list(meta.values()) if isinstance(meta, dict) else []:
+        if isinstance(value, dict):
+            yield from _states(value)
+        else:
+            yield from (getattr(value, name, None) for name in ("scale", "amax_history"))
+
+
+def _workspaces() -> list[Any]:
+    """TE's workspaces for cuBLASLt, if it has made them: `get_cublas_workspace` keeps its results (`lru_cache`)."""
+    gemm = sys.modules.get("transformer_engine.pytorch.cpp_extensions.gemm")
+    make = getattr(gemm, "get_cublas_workspace", None)
+    if not hasattr(make, "cache_info"):
+        return []
+    # The cache offers no view of what is in it, but it refers to its table of results, whose keys are arguments.
+    tables = [each for each in gc.get_referents(make) if isinstance(each, dict) and "__wrapped__" not in each]
+    return [made for table in tables for made in table.values()]
 
 
 def recipe_text(recipe: Any, beside: Any = None) -> str:

@@ -346,6 +346,10 @@ class TransformerEngineEngine(Engine):
         if modules:
             facts.append(UncachedWeights(card.name, modules))
 
+    def held(self) -> dict[str, Any]:
+        """See `Engine.held`."""
+        return te_state.held(self.model)
+
     def scales(self, card: RecipeCard) -> list[Scales]:
         """Scales and amax of the first and last module that has delayed-scaling state."""
         if card.scaling != "tensor-delayed":

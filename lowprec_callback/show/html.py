@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files as resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from lowprec_callback.report import Report
@@ -71,14 +72,19 @@ def save(report: Report, path: Path, files: Sequence[str] = ()) -> None:
 
 def as_html(report: Report, files: Sequence[str] = ()) -> str:
     """The page as text."""
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = resources("lowprec_callback.show").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    return template.from_string(source).render(
+    return _template().render(
         tool=top.TOOL,
         subject=top.subject(report),
         sections=[made for section in SECTIONS if (made := _section(report, section))],
         footer=blocks(foot.footer(report, files)),
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = resources("lowprec_callback.show").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source)
 
 
 def _section(report: Report, section: Section) -> _Section | None:

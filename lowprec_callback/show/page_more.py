@@ -9,9 +9,20 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from lowprec_callback.recording import ROLES
-from lowprec_callback.report import RecipeReport, Report, VerdictRow
+from lowprec_callback.report import MEMORY_TERMS, MemoryMoment, RecipeReport, Report, VerdictRow
 from lowprec_callback.show import gemm_sums, words
-from lowprec_callback.show.sections import foot, gap, gemms, ledger, parts, places, recipes, verdict
+from lowprec_callback.show.sections import (
+    foot,
+    gap,
+    gemms,
+    ledger,
+    memory,
+    memory_ledger,
+    parts,
+    places,
+    recipes,
+    verdict,
+)
 from lowprec_callback.show.sections.parts import Notes
 
 
@@ -106,6 +117,37 @@ def _row(row: VerdictRow) -> tuple[str, ...]:
     )
 
 
+def memory_moments(report: Report) -> list[More]:
+    """The memory ledger at the end of every phase, and at the peak."""
+    found = []
+    for recipe in _ran(report):
+        moments = recipe.memory.moments if recipe.memory is not None else ()
+        counted = [moment for moment in moments if moment.reserved.known]
+        if not counted:
+            continue
+        notes = Notes()
+        unit = memory_ledger.unit_of([moment.reserved for moment in counted])
+        table = parts.table("", *(_moment_title(moment) for moment in counted))
+        for name in MEMORY_TERMS:
+            figures = [moment.terms.get(name) for moment in counted]
+            if any(figure is not None and figure.value != 0 for figure in figures):
+                table.add_row(Text(name), *(memory_ledger.cell_or_dash(figure, notes, unit) for figure in figures))
+            if name == memory_ledger.ACTIVATIONS:
+                for part, cells in memory_ledger.activations(counted, notes, unit):
+                    table.add_row(Text(f"  {part}"), *cells)
+        table.add_row(
+            Text(f"  {memory_ledger.FRAGMENTED}"),
+            *(memory_ledger.cell_or_dash(m.fragmented if m.fragmented.known else None, notes, unit) for m in counted),
+        )
+        table.add_row(Text(memory_ledger.SUM), *(memory_ledger.cell_or_dash(m.reserved, notes, unit) for m in counted))
+        found.append(More(f"Memory at every phase, {unit}: {recipe.name}", [table, *notes.lines()]))
+    return found
+
+
+def _moment_title(moment: MemoryMoment) -> str:
+    return f"at the peak ({moment.where})" if moment.name == "peak" else moment.where
+
+
 def scale_rows(report: Report) -> list[More]:
     """Scale and amax of every module that was recorded."""
     found = []
@@ -161,6 +203,7 @@ MORE: dict[Callable[[Report, int], list[RenderableType]], Callable[[Report], lis
     ledger.ledgers: kernels,
     places.places: place_rows,
     verdict.verdicts: verdict_rows,
+    memory.memory: memory_moments,
     foot.scales: scale_rows,
     gemms.benchmark: gemm_rows,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -106,14 +107,20 @@ def _colours(report: Report) -> dict[Operation, str]:
 
 
 def _panel(axes: Axes, recipes: list[RecipeReport], mode: Mode, colours: dict[Operation, str]) -> None:
+    few = len(plot_style.PALETTE)
+    named = list(colours.items())[:few]
+    stacks = [(operation.name, colour, [operation]) for operation, colour in named]
+    if rest := list(colours)[few:]:
+        # One bar a role for all that are grey: hundreds of slivers would tell nothing, and take seconds to draw.
+        stacks.append((REST, plot_style.GREY, rest))
     for place, recipe in enumerate(recipes):
         bottom = 0.0
-        for operation, colour in colours.items():
-            rows = gemm_sums.of_operation(recipe, operation)
+        for name, colour, operations in stacks:
+            found = [gemm_sums.of_operation(recipe, operation) for operation in operations]
             for role in ROLES:
-                of_role = gemm_sums.of_role(rows, role)
-                ms = gemm_sums.per_step(of_role, mode).value if of_role else None
-                if ms is None:
+                times = [gemm_sums.per_step(gemm_sums.of_role(rows, role), mode).value for rows in found]
+                ms = math.fsum(time for time in times if time is not None)
+                if all(time is None for time in times):
                     continue
                 axes.bar(
                     place,
@@ -124,7 +131,7 @@ def _panel(axes: Axes, recipes: list[RecipeReport], mode: Mode, colours: dict[Op
                     hatch=HATCH[role],
                     edgecolor="white" if not HATCH[role] else colour,
                     linewidth=0.4,
-                    label=f"{operation.name} {role}",
+                    label=f"{name} {role}",
                 )
                 bottom += ms
         _label(axes, place, bottom, recipe, mode)

@@ -34,6 +34,7 @@ from lowprec_callback.recording import (
 )
 from lowprec_callback.report import Figure, Finding, RecipeReport, Report, load_report
 
+from . import memory_steps
 from .recordings import (
     ADAM,
     BF16,
@@ -493,6 +494,26 @@ def test_memory_up() -> None:
     assert found(PLAIN, "memory-up") is None
     without = changed(changed(gpu_facts(), more), lambda f: None if isinstance(f, Memory) and f.recipe == "bf16" else f)
     assert found(without, "memory-up") is None
+
+
+def test_memory_up_says_why_by_the_memory_ledger() -> None:
+    """The peaks of the timed steps differ; the watched ones tell which terms do."""
+
+    def larger(fact: Fact) -> Fact:
+        up = isinstance(fact, Memory) and fact.recipe == "fp8_delayed" and fact.round >= 0
+        return replace(fact, peak=4 * 10**9) if up and isinstance(fact, Memory) else fact
+
+    watched = [
+        *memory_steps.facts(memory_steps.Step(copies=(0, 0, 0)), "bf16"),
+        *memory_steps.facts(memory_steps.Step(copies=(10**9, 10**8, 0), temporary=10**7), "fp8_delayed"),
+    ]
+    told = [fact for fact in watched if not isinstance(fact, Dispatch)]
+    one = found([*changed(gpu_facts(), larger), *told], "memory-up")
+    assert one is not None
+    assert "activations and copies +1.1 GB" in one.sentence
+    assert "temporaries +0.01 GB" not in one.sentence  # under a hundredth of what changed
+    assert any(row.startswith("activations and copies: +1.1 GB at the peak [") for row in one.evidence)
+    assert one.advice == "Recompute activations, or take a smaller micro-batch."
 
 
 def steps(ms: dict[str, float], spread: float) -> list[Fact]:

@@ -28,6 +28,7 @@ from lowprec_callback.recording import (
     End,
     Gemm,
     GemmTime,
+    Holding,
     Loss,
     Memory,
     Plan,
@@ -94,8 +95,8 @@ def hooks_of(module: torch.nn.Module) -> int:
 
 
 def test_a_whole_sweep_records_every_kind_of_fact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = profiler(tmp_path, gemm_benchmark=True)
-    trainer(tmp_path, callback).fit(Tiny(), loader(60))
+    callback, module = profiler(tmp_path, gemm_benchmark=True), Tiny()
+    trainer(tmp_path, callback).fit(module, loader(60))
 
     facts = recording_of(tmp_path)
     (plan,) = facts.of(Plan)
@@ -120,11 +121,23 @@ def test_a_whole_sweep_records_every_kind_of_fact(tmp_path: Path, capsys: pytest
     times = facts.of(GemmTime)
     assert len(times) == 2 * 2 * 3 * 2  # recipes, shapes, roles, modes
     assert all(fact.failure is None and fact.samples_ms for fact in times)
+    held = [fact for fact in facts.of(Holding) if fact.recipe == "bf16"]
+    assert [fact.phase for fact in held] == ["start", "forward", "backward", "optimizer"]
+    parameters = sum(each.numel() for each in module.parameters())
+    for fact in held:
+        assert fact.parameters == fact.gradients == 4 * parameters
+        # Two moments and a count of steps for each parameter.
+        assert fact.optimizer == 2 * 4 * parameters + 4 * len(list(module.parameters()))
+        assert fact.buffers == sum(each.numel() * each.element_size() for each in module.buffers())
+        assert fact.quantized == fact.workspaces == 0
     ran = {(fact.recipe, fact.other.format) for fact in facts.of(Dispatch)}
     assert ran == {("fp32", "fp32"), ("bf16", "bf16")}
 
-    page = capsys.readouterr().out
+    page = " ".join(capsys.readouterr().out.split())
     assert "plain_torch" in page
+    assert "What holds memory after backward, kB" in page
+    assert "optimizer state 26.0 26.0" in page
+    assert "Not known: saved activations, temporaries and what is reserved (a CPU has no allocator counters)." in page
     assert "bf16" in page
     (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert load_report(run) == callback.report

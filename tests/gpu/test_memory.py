@@ -13,7 +13,9 @@ from lowprec_callback.analyze.memory_model import Layer, held_after_forward, pos
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.measure import memory
 from lowprec_callback.measure.dispatch import storages, stored
-from lowprec_callback.recording import Card, Dispatch, Memory
+from lowprec_callback.measure.held import storages as bytes_by_address
+from lowprec_callback.recording import Card, Dispatch, Holding, Memory, Model, PeakHolding, Recording
+from lowprec_callback.report import MemoryReport
 
 from .test_transformer_engine import BF16, HOPPER_RECIPES, Block, batches, cards, engine_for, gpu_trainer, profiler, te
 
@@ -142,7 +144,41 @@ def test_a_parameter_is_told_from_its_copies() -> None:
     assert not copy.parameter
 
 
+def test_a_quantized_tensor_is_counted_by_its_parts() -> None:
+    """Each of TE's tensors: what Python can name is what the operand witness reads of it."""
+    device = torch.device("cuda")
+    for name, (_, _, _, quantizer) in quantizers().items():
+        tensor = quantizer(torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16))
+        found = stored(tensor)
+        assert found is not None
+        size = sum(dict(bytes_by_address([tensor], device)).values())
+        # A quantizer of delayed scaling may share its scale and amax with the tensor: a few bytes.
+        assert size == pytest.approx(total(found), abs=16), name
+
+
+def test_te_keeps_weights_scales_and_a_workspace_where_they_are_looked_for() -> None:
+    """`is_first_microbatch` makes a layer keep its quantized weight between micro-batches."""
+    layer = te().Linear(K, N, **BF16)
+    engine = engine_for(nn.ModuleDict({"layer": layer}))
+    engine.save()
+    device = torch.device("cuda")
+    for card in cards("fp8_delayed", "fp8_current", "fp8_block"):
+        engine.switch()
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with engine.region(card):
+            y = layer(x, is_first_microbatch=True)
+        kept = {name: sum(dict(bytes_by_address(value, device)).values()) for name, value in engine.held().items()}
+        y.sum().backward()
+        print(card.name, kept)
+        # One copy or two of a byte a value, and scales: never less than one, never more than three.
+        assert K * N <= kept["quantized"] <= 3 * K * N, card.name
+        assert kept["workspaces"] >= 4 * 1024 * 1024, card.name
+        assert bool(kept["buffers"]) == (card.name == "fp8_delayed"), card.name
+    engine.restore()
+
+
 def test_memory_agrees_with_every_recipe_of_a_sweep(tmp_path: Path) -> None:
+    before = torch.cuda.memory_allocated()
     callback = profiler(tmp_path, rounds=1, settle_steps=2, timed_steps=2, traced_steps=1)
     gpu_trainer(tmp_path, callback, 120).fit(Block(), batches(120))
     report = callback.report
@@ -160,6 +196,7 @@ def test_memory_agrees_with_every_recipe_of_a_sweep(tmp_path: Path) -> None:
         told = f"{part.name}: {part.memory.state}: {part.memory.why} {part.memory.terms} {part.memory.note}"
         print(told)
         assert part.memory.state == "agrees", told
+        check_ledger(part.name, part.memory, facts, before)
         assert "something that is not counted" not in part.memory.why, told
         for term in part.memory.terms:
             assert term.measured.value == pytest.approx(term.expected.value, rel=0.02, abs=1e-3), told
@@ -167,3 +204,48 @@ def test_memory_agrees_with_every_recipe_of_a_sweep(tmp_path: Path) -> None:
         assert not part.verdict.disagreements
         reached = [row for row in part.verdict.rows if row.module != "head"]
         assert all("memory" in row.witnesses for row in reached)
+
+
+def check_ledger(name: str, part: MemoryReport, facts: Recording, before: int) -> None:
+    """All terms are known, none is less than nothing, and they add up to what the allocator reserved.
+
+    `before` is what other tests left behind [bytes].
+    """
+    assert [moment.name for moment in part.moments] == ["start", "forward", "backward", "optimizer", "peak"]
+    for moment in part.moments:
+        told = f"{name} {moment.where}: " + ", ".join(f"{term} {fig.value}" for term, fig in moment.terms.items())
+        print(told, "reserved", moment.reserved.value, moment.activations)
+        assert all(figure.known for figure in moment.terms.values()), (told, moment)
+        assert moment.sum.value == pytest.approx(moment.reserved.value, rel=1e-9), told
+    (peak,) = [fact for fact in facts.of(PeakHolding) if fact.recipe == name]
+    # The fullest phase by the allocator's own peaks is the one that was followed.
+    watched = [fact for fact in facts.of(Memory) if fact.recipe == name and fact.round < 0]
+    assert peak.peak == max(fact.peak for fact in watched)
+    print(name, "peak", peak.phase, peak.module, peak.open_layers)
+    (start,) = [fact for fact in facts.of(Holding) if fact.recipe == name and fact.phase == "start"]
+    model = facts.of(Model)[0]
+    assert start.parameters == model.parameter_bytes
+    # Adam's moments: two for each parameter, in its own type (and counts of steps).
+    assert start.optimizer == pytest.approx(2 * start.parameters, rel=0.01, abs=4096)
+    assert start.gradients in (0, start.parameters)
+    # What nobody claims before a step is small: workspaces of PyTorch's own, the random generators' state.
+    (first,) = [moment for moment in part.moments if moment.name == "start"]
+    assert (first.terms["not attributed"].value or 0.0) < before / 1e9 + 0.2, first
+    forward = part.moment("forward")
+    assert forward is not None
+    rest = forward.activations["the rest of them"]
+    assert rest.known, rest.reason
+
+
+def test_watching_memory_holds_nothing_itself(tmp_path: Path) -> None:
+    """Before and after a sweep the same is live: neither the counting nor what it found keeps a tensor."""
+    before = torch.cuda.memory_allocated()
+    callback = profiler(tmp_path, rounds=1, settle_steps=2, timed_steps=2, traced_steps=1, recipes=["fp8_delayed"])
+    gpu_trainer(tmp_path, callback, 60).fit(Block(), batches(60))
+    (start, *_), (again, *_) = (
+        [fact for fact in callback.session.recorder.snapshot().of(Memory) if fact.recipe == name and fact.round < 0]  # type: ignore[union-attr]
+        for name in ("bf16", "fp8_delayed")
+    )
+    # The state of delayed scaling comes on top, once modules have run: the recipe's start is before that.
+    assert again.allocated == pytest.approx(start.allocated, rel=0.01, abs=2**21)
+    assert torch.cuda.memory_allocated() < before + 2**30

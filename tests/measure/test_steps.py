@@ -149,16 +149,20 @@ def test_no_memory_is_recorded_on_a_cpu() -> None:
 
 def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    for name, value in (("memory_allocated", 10), ("max_memory_allocated", 30), ("memory_reserved", 40)):
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append("reset"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
     memory.clean(CUDA)
     memory.reset_peak(CUDA)
     assert called == ["empty", "reset"]
-    stats = {"requested_bytes.all.current": 9}
+    stats = {
+        "allocated_bytes.all.current": 10,
+        "allocated_bytes.all.peak": 30,
+        "reserved_bytes.all.current": 40,
+        "requested_bytes.all.current": 9,
+        "inactive_split_bytes.all.current": 7,
+    }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    expected = Memory("bf16", 1, "forward", allocated=10, peak=30, reserved=40, requested=9)
+    expected = Memory("bf16", 1, "forward", allocated=10, peak=30, reserved=40, requested=9, inactive_split=7)
     assert memory.read(CUDA, "bf16", 1, "forward") == [expected]
     stats.clear()  # an allocator that does not count what was asked for
     assert memory.read(CUDA, "bf16", 1, "forward")[0].requested is None

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
 from lowprec_callback.recording import ROLES, Mode
-from lowprec_callback.report import Figure, Report
-from lowprec_callback.show import gemm_sums, plots
+from lowprec_callback.report import Figure, GemmRow, Report
+from lowprec_callback.show import gemm_sums, plot_style, plots
+from lowprec_callback.show.plot_gemms import REST
 from lowprec_callback.show.plots import NothingToPlot
 
 from . import samples
@@ -58,6 +59,20 @@ def test_bars_stack_up_to_the_figures_of_the_report(name: str) -> None:
                     wanted = sum(row.calls * (gemm_sums.per_call(row, mode).value or 0.0) for row in rows)
                     assert drawn.pop((recipe.name, f"{operation.name} {role}")) == pytest.approx(wanted)
         assert not drawn
+
+
+def test_operations_beyond_the_colours_share_one_bar_a_role() -> None:
+    report = samples.codonfm()
+    ms = Figure(2.0, "ms")
+    rows = tuple(GemmRow(f"layers.{i}", role, 64, 32, 16, 3, ms, ms) for i in range(20) for role in ROLES)
+    recipes = tuple(replace(recipe, gemms=rows) if recipe.gemms else recipe for recipe in report.recipes)
+    axes = plots.gemm_times(replace(report, recipes=recipes)).axes[0]
+    found = [(str(bar.get_label()), bar.patches[0].get_height()) for bar in bars(axes)][: len(bars(axes)) // 4]
+    few = len(plot_style.PALETTE)
+    assert len(found) == (few + 1) * len(ROLES)
+    assert [height for _, height in found[:-3]] == pytest.approx([6.0] * few * 3)
+    assert [label for label, _ in found[-3:]] == [f"{REST} {role}" for role in ROLES]
+    assert [height for _, height in found[-3:]] == pytest.approx([6.0 * (20 - few)] * 3)
 
 
 def test_the_speedup_stands_over_each_bar() -> None:

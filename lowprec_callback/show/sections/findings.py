@@ -40,7 +40,7 @@ def _ms(finding: Finding) -> str:
 def _entry(group: Sequence[Finding]) -> Text:
     """The first of a group in full, the others by recipe and ms."""
     first, *others = group
-    text = Text(first.code, style="bold")
+    text = Text().append(first.code, style="bold")
     text.append(f" ({first.recipe})" if first.recipe else "")
     text.append(f"  {words.one_line(first.sentence)}")
     if others:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lowprec_callback.report import Figure, MemoryReport, Report
 from lowprec_callback.show import words
-from lowprec_callback.show.sections import parts
+from lowprec_callback.show.sections import memory_ledger, parts
 from lowprec_callback.show.sections.parts import Notes
 
 _Told = tuple[str, MemoryReport]
@@ -27,7 +27,12 @@ PHASES |= {"optimizer": "after\noptimizer", "peak": "\npeak"}
 _STYLES = {"agrees": parts.GOOD, "contradicts": parts.BAD, "silent": parts.DIM}
 
 
-def memory(report: Report, _width: int) -> list[RenderableType]:
+def memory(report: Report, width: int) -> list[RenderableType]:
+    """What holds the peak, the phases of a step, what should be held beside what is, a sentence a recipe."""
+    return [*parts.stacked(memory_ledger.ledger(report, width), _witness(report))]
+
+
+def _witness(report: Report) -> list[RenderableType]:
     """The phases of a step, what should be held beside what is, a sentence a recipe; or why there is none."""
     told = [(recipe.name, recipe.memory) for recipe in report.recipes if recipe.memory is not None]
     if not told:
@@ -42,9 +47,12 @@ def memory(report: Report, _width: int) -> list[RenderableType]:
     notes = Notes()
     lines: list[RenderableType] = []
     if phases:
-        lines += [parts.heading(f"Memory of one step, {_unit(phases)}"), parts.indented(_phases(told, notes, phases))]
+        lines += [
+            parts.heading(f"Memory of one step, {memory_ledger.unit_of(phases)}"),
+            parts.indented(_phases(told, notes, phases)),
+        ]
     if any(figure.known for figure in terms):
-        title = f"What linear layers hold from forward to backward, {_unit(terms)}"
+        title = f"What linear layers hold from forward to backward, {memory_ledger.unit_of(terms)}"
         lines += [
             *([Text()] if lines else []),
             parts.heading(title),
@@ -55,10 +63,6 @@ def memory(report: Report, _width: int) -> list[RenderableType]:
     return [*lines, *notes.lines(), *sentences, *explained]
 
 
-def _unit(figures: Sequence[Figure]) -> str:
-    return "GB" if any(abs(figure.value or 0.0) >= 1.0 for figure in figures) else "MB"
-
-
 def _sentence(part: MemoryReport) -> Text:
     text = Text(part.state, style=_STYLES.get(part.state, ""))
     return text.append(f": {words.one_line(part.why)}", style="not dim")
@@ -66,17 +70,19 @@ def _sentence(part: MemoryReport) -> Text:
 
 def _phases(told: Sequence[_Told], notes: Notes, among: Sequence[Figure]) -> Table:
     """Live bytes of the watched step, from a clean state."""
-    unit = _unit(among)
+    unit = memory_ledger.unit_of(among)
     table = parts.table("\nrecipe", *PHASES.values())
     for name, part in told:
         missing = Figure.missing("GB", "this phase was not recorded")
-        table.add_row(Text(name), *(_cell(part.phases.get(phase, missing), notes, unit) for phase in PHASES))
+        table.add_row(
+            Text(name), *(memory_ledger.cell(part.phases.get(phase, missing), notes, unit) for phase in PHASES)
+        )
     return table
 
 
 def _terms(told: Sequence[_Told], baseline: str, notes: Notes, among: Sequence[Figure]) -> Table:
     """Expected and measured side by side, for each term that a recipe has."""
-    unit = _unit(among)
+    unit = memory_ledger.unit_of(among)
     names = list(dict.fromkeys(term.name for _, part in told for term in part.terms))
     table = parts.table(
         "\n\nrecipe", *(f"{_short(name)}\n{what}" for name in names for what in ("expected", "measured"))
@@ -89,7 +95,10 @@ def _terms(told: Sequence[_Told], baseline: str, notes: Notes, among: Sequence[F
             if term is None:
                 row += [Text("" if recipe == baseline else notes.mark("no such part of it is known"))] * 2
             else:
-                row += [_cell(term.expected, notes, unit, against), _cell(term.measured, notes, unit, against)]
+                row += [
+                    memory_ledger.cell(term.expected, notes, unit, against),
+                    memory_ledger.cell(term.measured, notes, unit, against),
+                ]
         table.add_row(Text(recipe), *row)
     return table
 
@@ -98,11 +107,3 @@ def _short(name: str) -> str:
     """A term's name in two lines above its column."""
     first, _, rest = name.partition(", " if ", " in name else " ")
     return f"{first}\n{rest}"
-
-
-def _cell(figure: Figure, notes: Notes, unit: str, signed: bool = False) -> Text:
-    def write(known: Figure) -> str:
-        scaled = known.scaled(1000.0, "MB") if unit == "MB" else known
-        return words.number(scaled, signed=signed) if scaled.value else "0"
-
-    return notes.cell(figure, write)
