@@ -34,7 +34,7 @@ def places(report: Report, width: int) -> list[RenderableType]:
 
 
 def all_places(report: Report) -> list[RenderableType]:
-    """The whole table, without a heading."""
+    """The whole table, without a heading. Its numbers have one origin, that of their sum, which alone tells it."""
     return _section(report, 10_000, None)[1:]
 
 
@@ -85,11 +85,10 @@ def _table(recipes: Sequence[RecipeReport], keys: Sequence[Key], most: int | Non
 
     for key in shown:
         operation, where, bucket = key
-        table.add_row(
-            Text(_broken(operation, longest) or NO_MODULE),
-            Text(_work(where, bucket)),
-            *cells([found.get(key) for found in times]),
-        )
+        told = cells([found.get(key) for found in times])
+        if most is None:
+            told = [Text(cell.plain, cell.style) for cell in told]
+        table.add_row(Text(_broken(operation, longest) or NO_MODULE), Text(_work(where, bucket)), *told)
     if rest:
         sums = [Figure.total([found[key] for key in rest if key in found], "ms") for found in times]
         table.add_row(Text(f"{len(rest)} other places", style=parts.DIM), Text(), *cells(sums))
