@@ -15,7 +15,7 @@ from lowprec_callback.show.sections.places import NO_MODULE, SHOWN
 from . import samples
 
 
-def with_places(report: Report, number: int) -> Report:
+def with_places(report: Report, number: int, name: str = "layers.*.module_") -> Report:
     """Each recipe's busy time in places: the n-th takes 1/n as much as the first."""
     made = []
     for recipe in report.recipes:
@@ -26,7 +26,7 @@ def with_places(report: Report, number: int) -> Report:
         busy = recipe.ledger.busy.value
         rows = tuple(
             PlaceTime(
-                f"layers.*.module_{n}" if n else "",
+                f"{name}{n}" if n else "",
                 ("forward", "fprop", "backward")[n % 3],
                 "gemm",
                 Figure(busy * weight / sum(weights), "ms", "measured"),
@@ -38,25 +38,37 @@ def with_places(report: Report, number: int) -> Report:
     return replace(report, recipes=tuple(made))
 
 
-def section(page: str) -> list[str]:
+def tables(page: str) -> list[list[str]]:
+    """The lines of each of the section's tables, without their heads."""
     lines = page.splitlines()
-    start = lines.index("Busy time by module, ms")
-    return lines[start + 1 : lines.index("", start)]
+    start = lines.index("Busy time by module, ms") + 1
+    found: list[list[str]] = []
+    while lines[start].startswith("  "):
+        end = lines.index("", start)
+        found.append(lines[start + 1 : end])
+        start = end + 1
+    return found
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_columns_sum_to_busy(width: int) -> None:
-    report = with_places(samples.codonfm(), 30)
-    lines = section(as_text(report, width)) if width >= 100 else section(as_text(report, 100))
-    assert max(map(len, as_text(report, width).splitlines())) <= width
-    rows = lines[1:]
-    assert len(rows) == SHOWN + 2
-    assert rows[SHOWN].split()[:3] == [str(30 - SHOWN), "other", "places"]
-    columns = [re.findall(r"(?<!\S)\d+\.\d(?!\S)", row) for row in rows]
-    for column in zip(*columns, strict=True):
-        *parts, busy = map(float, column)
-        assert sum(parts) == pytest.approx(busy, abs=0.06 * len(parts))
-    assert rows[0].split()[0] == NO_MODULE.split()[0]
+@pytest.mark.parametrize("long", [False, True])
+def test_the_columns_sum_to_busy(width: int, long: bool) -> None:
+    report = with_places(
+        samples.codonfm(), 30, "layers.*.self_attention.layernorm_qkv_" if long else "layers.*.module_"
+    )
+    page = as_text(report, width)
+    assert max(map(len, page.splitlines())) <= width
+    found = tables(page)
+    assert len(found) == (2 if long and width == 80 else 1)
+    for lines in found:
+        rows = [line for line in lines if re.search(r"\d\.\d", line)]
+        assert len(rows) == SHOWN + 2
+        assert rows[0].split()[0] == NO_MODULE.split()[0]
+        assert rows[SHOWN].split()[:3] == [str(30 - SHOWN), "other", "places"]
+        columns = [re.findall(r"(?<!\S)\d+\.\d(?!\S)", row) for row in rows]
+        for column in zip(*columns, strict=True):
+            *parts, busy = map(float, column)
+            assert sum(parts) == pytest.approx(busy, abs=0.06 * len(parts))
 
 
 def test_the_page_holds_them_all() -> None:

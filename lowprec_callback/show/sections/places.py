@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lowprec_callback.recording import ROLES
 from lowprec_callback.report import Figure, Ledger, RecipeReport, Report
 from lowprec_callback.show import words
 from lowprec_callback.show.sections import parts
@@ -15,6 +17,9 @@ from lowprec_callback.show.sections.parts import Notes
 
 SHOWN = 10
 """Places that the console shows one by one."""
+
+NAME = 26
+"""Columns of a module's path where the recipes would not stand side by side otherwise."""
 
 NO_MODULE = "(no module)"
 NONE_SEEN = "-"
@@ -29,7 +34,7 @@ def places(report: Report, width: int) -> list[RenderableType]:
 
 
 def all_places(report: Report) -> list[RenderableType]:
-    """The whole table, without a heading."""
+    """The whole table, without a heading. Its numbers have one origin, that of their sum, which alone tells it."""
     return _section(report, 10_000, None)[1:]
 
 
@@ -45,8 +50,9 @@ def _section(report: Report, width: int, most: int | None) -> list[RenderableTyp
         return []  # Where no module is known, this says no more than the ledger.
     notes = Notes()
     tables: list[list[RenderableType]] = []
-    for group in parts.side_by_side(kept, lambda group: _table(group, keys, most, Notes()), width):
-        tables.append([parts.indented(_table(group, keys, most, notes))])
+    longest = width if parts.fits(_table(kept, keys, most, Notes(), width), width) else NAME
+    for group in parts.side_by_side(kept, lambda group: _table(group, keys, most, Notes(), longest), width):
+        tables.append([parts.indented(_table(group, keys, most, notes, longest))])
     return [parts.heading("Busy time by module, ms"), *parts.stacked(*tables), *notes.lines()]
 
 
@@ -67,8 +73,8 @@ def _times(ledger: Ledger | None) -> dict[Key, Figure]:
     return {(place.operation, place.where, place.bucket): place.ms for place in ledger.places} if ledger else {}
 
 
-def _table(recipes: Sequence[RecipeReport], keys: Sequence[Key], most: int | None, notes: Notes) -> Table:
-    table = parts.table("", "", "kind", *(recipe.name for recipe in recipes), left=3)
+def _table(recipes: Sequence[RecipeReport], keys: Sequence[Key], most: int | None, notes: Notes, longest: int) -> Table:
+    table = parts.table("", "", *(recipe.name for recipe in recipes), left=2)
     shown = keys if most is None or len(keys) <= most + 1 else keys[:most]
     rest = keys[len(shown) :]
     times = [_times(recipe.ledger) for recipe in recipes]
@@ -79,14 +85,33 @@ def _table(recipes: Sequence[RecipeReport], keys: Sequence[Key], most: int | Non
 
     for key in shown:
         operation, where, bucket = key
-        names = (Text(operation or NO_MODULE), Text(where), Text(bucket))
-        table.add_row(*names, *cells([found.get(key) for found in times]))
+        told = cells([found.get(key) for found in times])
+        if most is None:
+            told = [Text(cell.plain, cell.style) for cell in told]
+        table.add_row(Text(_broken(operation, longest) or NO_MODULE), Text(_work(where, bucket)), *told)
     if rest:
         sums = [Figure.total([found[key] for key in rest if key in found], "ms") for found in times]
-        table.add_row(Text(f"{len(rest)} other places", style=parts.DIM), Text(), Text(), *cells(sums))
+        table.add_row(Text(f"{len(rest)} other places", style=parts.DIM), Text(), *cells(sums))
     busy = [recipe.ledger.busy for recipe in recipes if recipe.ledger is not None]
-    table.add_row(Text("busy", style="bold"), Text(), Text(), *cells(busy, "bold"))
+    table.add_row(Text("busy", style="bold"), Text(), *cells(busy, "bold"))
     return table
+
+
+def _broken(operation: str, longest: int) -> str:
+    """A module's path on as many lines as it needs, broken behind its dots."""
+    lines = [""]
+    for piece in re.findall(r"[^.]*\.|[^.]+", operation):
+        if lines[-1].strip() and len(lines[-1] + piece) > longest:
+            lines.append(" ")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
+def _work(where: str, bucket: str) -> str:
+    """`fprop`, `backward quantize`, `optimizer`: a role is always a GEMM's, and nothing is said twice."""
+    if (bucket == "gemm" and where in ROLES) or where == bucket:
+        return where
+    return f"{where} {bucket}".strip()
 
 
 def _cell(figure: Figure | None, step: Figure, notes: Notes, style: str) -> Text:
