@@ -107,7 +107,7 @@ def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] |
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     options = Options(
         recipes=recipes,
-        settings=Settings(rounds=rounds, settle_steps=3, timed_steps=6, traced_steps=2, guard_steps=0),
+        settings=Settings(rounds, timed_steps=4, guard_steps=0, max_rounds=10, step_precision=0.02),
         output_dir=str(folder),
         progress=False,
     )
@@ -173,7 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="predicted against measured steps")
     parser.add_argument("--models", default=",".join(MODELS), help="names with commas; %(default)s")
     parser.add_argument("--recipes", help="names with commas; all that can run")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/prediction"))
     parser.add_argument("--read", type=Path, help="make the table of a folder of Recordings")
     options = parser.parse_args()
