@@ -294,10 +294,6 @@ class ModuleTime(Fact):
     """Whether `tokens` is what the model's step shows; else another number, from which the trend follows."""
     failure: str | None = None
 
-    def at(self, mhz: float | None) -> tuple[float, ...]:
-        """The samples as they would be at one clock [ms]; see `at_clock`."""
-        return at_clock(self.samples_ms, self.clocks_mhz, mhz)
-
 
 @dataclass(frozen=True)
 class StepTime(Fact):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.plan import Fitted, PlanError, Settings, fit, order_of_rounds
+from lowprec_callback.plan import GUARD_SETTLE, Fitted, PlanError, Settings, fit, order_of_rounds
 
 SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
 SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, guard_steps=0)
@@ -72,8 +72,8 @@ def test_more_steps_never_make_a_smaller_plan(asked: Settings, recipes: int, ava
 def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
     plain = Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2, guard_steps=0)
     assert plain.steps(4) == 2 + 4 * (3 * 11 + 2 + 2)
-    # The baseline twice, and for each a step before.
-    assert replace(plain, guard_steps=4).steps(4) == plain.steps(4) + 5 * (1 + 4)
+    # The baseline twice, and for each the steps before.
+    assert replace(plain, guard_steps=4).steps(4) == plain.steps(4) + 5 * (GUARD_SETTLE + 4)
     assert SMALLEST.steps(1) == 2 + 3
 
 

@@ -31,6 +31,11 @@ BF16 is up to 0.8%."""
 LIMIT_4_BIT = 0.015
 """The same for 4 bits: what NVIDIA reports towards the end of training (ibid.)."""
 
+MOVED = 0.1
+"""Part of the way that the baseline's loss has gone by its updates, within which a difference is the updates' own: a
+value in E5M2 is up to 12.5% off, and so is what it moves. A fresh model at its full learning rate moves its loss by a
+quarter in one update; what a few percent of that are says nothing of a recipe."""
+
 GRADIENT_LIMIT = math.sqrt(2.0)
 """Largest r, and 1 / the smallest. Errors that are independent of the gradient add to its square: above sqrt(2) they
 are larger than the gradient itself; below 1 / sqrt(2) more than half of its square was lost."""
@@ -270,6 +275,18 @@ def _distance(base: _Run, other: _Run, length: int, cut: str | None) -> tuple[Fi
     return Figure(found[at] * 100, "%", n=length, facts=(*base.facts(), *other.facts())), at
 
 
+def _of_the_way(base: _Run, other: _Run, length: int, limit: float) -> bool:
+    """Whether wherever d is beyond the limit [%], the losses differ by no more than `MOVED` of the baseline's way."""
+    way = 0.0
+    for step in range(length):
+        loss, of_base = _value(other, step), _value(base, step)
+        way += abs(of_base - _value(base, step - 1)) if step else 0.0
+        apart = abs(loss - of_base)
+        if apart > MOVED * way and apart * 100 > limit * (abs(of_base) + way):
+            return False
+    return True
+
+
 def _value(run: _Run, step: int) -> float:
     loss = run.steps[step][1].loss
     assert loss is not None
@@ -316,6 +333,8 @@ def _compared(
         return "unknown", f"not compared: {baseline} repeated is {_percent(noise.value)} away from itself"
     lost = _gradient_lost(report.gradient_ratio, base, other, baseline)
     told = f"the loss is {_percent(d)} from {baseline}'s {when} on the same data"
+    if not lost and d > limit and _of_the_way(base, other, report.steps, limit):
+        return "ok", f"{told}, but within {MOVED:.0%} of the way that {baseline}'s own loss went by these updates"
     if d > limit + (noise.value or 0.0):
         also = f"; {lost}" if lost else ""
         return "far", f"{told} (limit {_percent(limit)}){also}"

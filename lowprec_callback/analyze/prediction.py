@@ -8,8 +8,9 @@ plus what they take under the recipe; for the GPU and for the host apart, and th
     P      = mean over samples of host_0 of  max(GPU_r, host_r)                                            [ms]
 
 S_kd: kernels of all modules of kind k in direction d in the baseline's traced step. T: one such module by itself
-(`recording.ModuleTime`), at one clock; the ratio takes over by how much the module is slower in the step than on the
-bench. n_k: modules of the kind times micro-batches b. h, R: the host's time for one module, and for a region and the
+(`recording.ModuleTime`), recipes in turn; the ratio takes over by how much the module is slower in the step than on
+the bench. T is not taken to one clock: at a power limit a recipe that draws less runs at a higher one, in the step as
+well. n_k: modules of the kind times micro-batches b. h, R: the host's time for one module, and for a region and the
 start of a backward pass. Where the baseline's GPU idles (`IDLE`), the host paces it: GPU_0 is its busy time and host_0
 its step. Else GPU_0 is the step, and host_0 what launching one took from an idle GPU.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -210,12 +211,11 @@ def _kinds(ground: Ground, recipe: str) -> list[_Kind]:
     times: dict[tuple[str, Key, bool], tuple[int, ModuleTime]] = {}
     for line, time in ground.modules:
         times[time.recipe, (time.module, time.direction), time.own] = (line, time)
-    mhz = _clock(time for _, time in ground.modules)
     spent = _spent(ground.views, {time.module: time.alike for _, time in ground.modules})
     found = []
     for key in dict.fromkeys((time.module, time.direction) for _, time in ground.modules):
         both = [times.get((name, key, True)) for name in (ground.base.name, recipe)]
-        figures = [_figure(each, mhz, key, name) for each, name in zip(both, (ground.base.name, recipe), strict=True)]
+        figures = [_figure(each, key, name) for each, name in zip(both, (ground.base.name, recipe), strict=True)]
         (_, before), (_, after) = [each for each in both if each is not None]
         others = [times.get((name, key, False)) for name in (ground.base.name, recipe)]
         found.append(
@@ -225,19 +225,19 @@ def _kinds(ground: Ground, recipe: str) -> list[_Kind]:
                 tokens=before.tokens,
                 spent=spent[key],
                 own=(figures[0], figures[1]),
-                trend=_trend(others, mhz, key),
+                trend=_trend(others, key),
                 host=(after.host_ms or 0.0) - (before.host_ms or 0.0),
             )
         )
     return found
 
 
-def _figure(found: tuple[int, ModuleTime] | None, mhz: float | None, key: Key, recipe: str) -> Figure:
+def _figure(found: tuple[int, ModuleTime] | None, key: Key, recipe: str) -> Figure:
     where = f"{key[0]} {key[1]} under {recipe}"
     if found is None:
         raise _Missing(f"{where} was not timed by itself")
     line, time = found
-    samples = [ms for ms in time.at(mhz) if math.isfinite(ms) and ms > 0]
+    samples = [ms for ms in time.samples_ms if math.isfinite(ms) and ms > 0]
     if time.failure or not samples:
         raise _Missing(f"{where} could not be timed by itself: {time.failure or 'no sample'}")
     estimate = median_interval({0: samples}, resamples=1000)
@@ -245,23 +245,16 @@ def _figure(found: tuple[int, ModuleTime] | None, mhz: float | None, key: Key, r
     return Figure(estimate.value, "ms", "measured", estimate.low, estimate.high, estimate.n, lines)
 
 
-def _trend(
-    found: Sequence[tuple[int, ModuleTime] | None], mhz: float | None, key: Key
-) -> tuple[int, float, float] | None:
+def _trend(found: Sequence[tuple[int, ModuleTime] | None], key: Key) -> tuple[int, float, float] | None:
     if any(each is None for each in found):
         return None
     try:
-        values = [_figure(each, mhz, key, "").value or 0.0 for each in found]
+        values = [_figure(each, key, "").value or 0.0 for each in found]
     except _Missing:
         return None
     first = found[0]
     assert first is not None
     return first[1].tokens, values[0], values[1]
-
-
-def _clock(times: Iterable[ModuleTime]) -> float | None:
-    clocks = [mhz for time in times if time.own for mhz in time.clocks_mhz]
-    return statistics.median(clocks) if clocks else None
 
 
 def _spent(views: Sequence[TraceView], alike: Mapping[str, Sequence[str]]) -> dict[Key, float]:

@@ -94,6 +94,24 @@ def test_a_loss_near_zero_is_measured_by_its_way() -> None:
     assert found["fp8_current"].state == "ok"
 
 
+WILD = (5.7, 7.2, 6.65, 6.07)
+"""A fresh model at its full learning rate, as seen on an H200: its first update moves the loss by a quarter."""
+
+
+def test_a_tenth_of_the_way_is_the_updates_own() -> None:
+    found = reports(*run("bf16", WILD), *run("fp8_current", (5.7, 7.34, 6.7, 6.1)), repeat=WILD)["fp8_current"]
+    assert found.distance.value == pytest.approx(100 * 0.14 / (7.2 + 1.5))
+    assert found.distance.value > LIMIT * 100
+    assert found.state == "ok"
+    assert "within 10% of the way that bf16's own loss went" in found.why
+
+
+@pytest.mark.parametrize("losses", [(5.7, 7.36, 6.7, 6.1), (5.78, 7.2, 6.65, 6.07)])
+def test_more_than_a_tenth_or_before_any_update_is_far(losses: tuple[float, ...]) -> None:
+    found = reports(*run("bf16", WILD), *run("fp8_current", losses), repeat=WILD)["fp8_current"]
+    assert found.state == "far"
+
+
 def test_negative_losses_are_losses() -> None:
     base = tuple(-x for x in LOSSES)
     found = reports(*run("bf16", base), *run("fp8_current", (-4.0, -3.9, -3.82, -3.7)), repeat=base)

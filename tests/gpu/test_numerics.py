@@ -16,6 +16,7 @@ from examples.mini_gpt.model import GPTConfig, MiniGPT
 from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.guard import Kept
+from lowprec_callback.plan import GUARD_SETTLE
 from lowprec_callback.recording import Scales, Trial
 from lowprec_callback.report import NumericsReport
 from tests.fit.models import profiler, trainer
@@ -73,13 +74,13 @@ def test_sound_recipes_are_ok(tmp_path: Path) -> None:
     assert "left 1" in told
 
 
-def test_delayed_scaling_learns_its_scales_in_a_step_that_is_undone(tmp_path: Path) -> None:
+def test_delayed_scaling_learns_its_scales_in_steps_that_are_undone(tmp_path: Path) -> None:
     """With scale 1, gradients of a mean over a thousand tokens are below E5M2's smallest number."""
     callback = gpt(tmp_path, recipes=["fp8_delayed"])
     assert callback.session is not None
     facts = [fact for fact in callback.session.recorder.snapshot().of(Trial) if fact.recipe == "fp8_delayed"]
-    settle, first = facts[0], facts[1]
-    assert (settle.step, first.step) == (-1, 0)
+    settle, first = facts[0], facts[GUARD_SETTLE]
+    assert (settle.step, first.step) == (-GUARD_SETTLE, 0)
     assert first.zero == ()
     base = trials(callback, "bf16")[0]
     assert settle.loss == pytest.approx(base.loss, rel=0.05)  # the same weights, the same batch
