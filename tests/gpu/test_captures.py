@@ -142,10 +142,11 @@ def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     layer = load().te.TransformerLayer(
-        1024, 4096, 16, fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cuda", **dropout
-    )
+        1024, 4096, 16, fuse_qkv_params=True, attn_input_format="bshd", params_dtype=torch.bfloat16, device="cuda",
+        **dropout,
+    )  # fmt: skip
     session, _ = open_session(folder / "runs", layer, ["fp8_delayed"])
-    x = torch.randn(512, 8, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     session.start()
     done = False
     while not done:
