@@ -56,6 +56,10 @@ class Seat:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._hall.meet(self._rank, obj)[src]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        met = self._hall.meet(self._rank, decision)
+        return sum(met) == len(met) if all else any(met)
+
 
 def in_step(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """What `work` returned or raised on each rank; every rank in a thread of its own."""
@@ -80,6 +84,8 @@ def test_values_of_any_length_come_in_the_order_of_ranks() -> None:
     values = ["", {"a": [1, 2.5, None]}, "x" * 5000, "ünïcode \u2603"]
     assert in_step(4, lambda ranks: ranks.gather(values[ranks.rank])) == [values] * 4
     assert in_step(3, lambda ranks: ranks.from_zero(f"of {ranks.rank}")) == ["of 0"] * 3
+    assert in_step(3, lambda ranks: ranks.any(ranks.rank == 1)) == [True] * 3
+    assert in_step(3, lambda ranks: ranks.any(ranks.rank == 7)) == [False] * 3
 
 
 def test_together_gives_every_rank_its_own_result_and_what_all_tell() -> None:

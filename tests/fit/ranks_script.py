@@ -6,6 +6,7 @@ Each rank writes what it found to FOLDER/outcome-RANK.json.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
-from lowprec_callback.plan import Settings
+from lowprec_callback.plan import LEAD_STEPS, Settings
 from lowprec_callback.rounds import Rounds
 from lowprec_callback.show import plots
 from tests.fit.models import Tiny, loader, profiler, trainer
@@ -30,11 +31,14 @@ from tests.fit.models import Tiny, loader, profiler, trainer
 SLOW = 0.02
 """Seconds that rank 1 loses in each forward pass of the scenario `sweep`."""
 
-STEPS = Settings(2, 1, 2, 1)
+STEPS = Settings(2, 1, 2, 1, guard_steps=1)
+
+LAST_OF_A_BLOCK = LEAD_STEPS + STEPS.settle_steps + STEPS.timed_steps - 1
+"""The step, counted from zero, whose loss is that of the first block."""
 
 
 class Unused(Tiny):
-    """With a layer that takes part only in every second step, and one rank that is slow."""
+    """With a layer that takes part only in every second step, and one rank that is slow, and loses its way once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +48,8 @@ class Unused(Tiny):
         if self.trainer.global_rank == 1:
             time.sleep(SLOW)
         loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and self.trainer.global_step == LAST_OF_A_BLOCK:
+            loss = loss * math.nan  # by the gradients, the weights of both are lost
         return loss + self.spare(batch).mean() if batch_idx % 2 else loss
 
 
@@ -93,7 +99,7 @@ def fitted(
     folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, more: int = 0, **arguments: Any
 ) -> dict[str, Any]:
     """One fit, longer than its sweep of two recipes, which takes `more` steps than planned; what this rank found."""
-    callback, before = profiler(folder, **arguments), Before()
+    callback, before = profiler(folder, guard_steps=STEPS.guard_steps, **arguments), Before()
     steps = STEPS.steps(2) + more
     after = After(before, steps)
     steps += 4 * more  # of the steps that are left over, more rounds take a quarter

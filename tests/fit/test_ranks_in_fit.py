@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -16,7 +17,19 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lowprec_callback import load_report
-from lowprec_callback.recording import End, ForwardTime, Model, Plan, RankSummary, Recording, Refusal, StepTime, read
+from lowprec_callback.recording import (
+    End,
+    ForwardTime,
+    Loss,
+    Model,
+    Plan,
+    Problem,
+    RankSummary,
+    Recording,
+    Refusal,
+    StepTime,
+    read,
+)
 from tests.fit.models import Tiny, loader, profiler, trainer
 from tests.fit.ranks_script import STEPS
 
@@ -135,7 +148,13 @@ def test_both_ranks_sweep_in_lockstep_and_rank_zero_reports(tmp_path: Path) -> N
 
     ranks = report.ranks
     assert ranks is not None
-    assert (ranks.world, ranks.heard, ranks.hosts, ranks.problems) == (2, 2, 1, ())
+    assert (ranks.world, ranks.heard, ranks.hosts) == (2, 2, 1)
+    # Rank 1's loss broke once, and with it the weights of both: both began again, so rank zero's never broke.
+    assert all(math.isfinite(loss.value) for loss in facts.of(Loss))
+    again = "; the recipes after it start again from the state before the profile"
+    (first,) = [problem for problem in facts.of(Problem) if "round 1" in problem.where]
+    assert first.message == f"another rank's loss broke{again}"
+    assert ranks.problems == (f"rank 1 ({socket.gethostname()}): {first.where}: the loss is nan{again}",)
     for part in report.recipes[:2]:
         steps = [[ms for _, samples in each.recipes[part.name].rounds for ms in samples] for each in both]
         medians = [median(samples) for samples in steps]
