@@ -19,11 +19,12 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
-from lowprec_callback import recording
+from lowprec_callback import recording, session
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.rank_session import Agreed, Found, agree
 from lowprec_callback.ranks import Alone, RankError, Ranks, StrategyRanks, first_reason, why_not
 from lowprec_callback.recording import Loss, Recorder, RecordingError, decode, encode
+from tests.show.samples import cpu
 
 
 class Hall:
@@ -219,6 +220,30 @@ def test_the_lowest_rank_with_a_reason_is_named() -> None:
 def test_what_travels_is_what_is_found() -> None:
     fields = found(["bf16"], {"fp8": ("x", "y")}, steps_left=3)
     assert Found(**fields).refused["fp8"] == ("x", "y")
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ["planted", None])
+def test_all_ranks_stop_for_a_fallback_in_rank_zeros_report_or_none(
+    monkeypatch: pytest.MonkeyPatch, message: str | None
+) -> None:
+    """Else the others would train on and wait for one that is gone."""
+    monkeypatch.setattr(session, "fallbacks", lambda _report: message)
+
+    def check(ranks: Ranks) -> None:
+        made = object.__new__(session.Session)
+        made.processes, made.folder, made.say = ranks, Path("runs/it"), lambda _text: None
+        made.report = None if ranks.rank else cpu()
+        made.raise_on_fallback()
+
+    found = in_step(3, check)
+    if message is None:
+        assert found == [None] * 3
+    else:
+        assert all(isinstance(error, session.FallbackError) for error in found)
+        assert {str(error) for error in found} == {"planted The report is in runs/it."}
 
 
 # -- Recordings of the other ranks -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from lowprec_callback import sweep as sweep_module
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.plan import LEAD_STEPS, Settings
@@ -121,7 +122,8 @@ def fitted(
 def sweep(folder: Path) -> dict[str, Any]:
     """The whole sweep under DDP, by Lightning's own launcher.
 
-    Rank 1 cannot run one of the recipes, is slow, and by itself would take no more rounds than planned.
+    Rank 1 cannot run one of the recipes, fails in the benchmark, is slow, and by itself would take no more rounds than
+    planned.
     """
     refused, why_stop = PlainTorchEngine.refusal, Rounds.why_stop
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -134,6 +136,11 @@ def sweep(folder: Path) -> dict[str, Any]:
     def stop_early(rounds: Rounds, done: int, steps_a_round: int) -> str:
         return "seconds" if local_rank == 1 and done >= rounds.planned else why_stop(rounds, done, steps_a_round)
 
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("planted in the benchmark")
+
+    if local_rank == 1:
+        sweep_module.module_times = fail  # type: ignore[assignment]
     PlainTorchEngine.refusal = refusal  # type: ignore[method-assign]
     Rounds.why_stop = stop_early  # type: ignore[method-assign]
     twin = folder / "bf16_twin.toml"
@@ -189,7 +196,12 @@ def sharded(folder: Path) -> dict[str, Any]:
     def on_cpu(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **{**named, "device_id": torch.device("cpu")})
 
-    two = fitted(folder / "two", Sharded(), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    two = fitted(
+        folder / "two",
+        Sharded(),
+        ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        keep_rank_recordings=True,
+    )
     FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -154,7 +154,14 @@ def test_both_ranks_sweep_in_lockstep_and_rank_zero_reports(tmp_path: Path) -> N
     again = "; the recipes after it start again from the state before the profile"
     (first,) = [problem for problem in facts.of(Problem) if "round 1" in problem.where]
     assert first.message == f"another rank's loss broke{again}"
-    assert ranks.problems == (f"rank 1 ({socket.gethostname()}): {first.where}: the loss is nan{again}",)
+    one = f"rank 1 ({socket.gethostname()})"
+    # What goes wrong in one rank's benchmark stops nobody.
+    (benchmark,) = [problem for problem in facts.of(Problem) if problem.where == "GEMM benchmark"]
+    assert benchmark.message == f"{one}: RuntimeError: planted in the benchmark"
+    assert ranks.problems == (
+        f"{one}: GEMM benchmark: {benchmark.message}",
+        f"{one}: {first.where}: the loss is nan{again}",
+    )
     for part in report.recipes[:2]:
         steps = [[ms for _, samples in each.recipes[part.name].rounds for ms in samples] for each in both]
         medians = [median(samples) for samples in steps]
@@ -206,6 +213,7 @@ def test_sharded_parameters_are_put_back_bit_for_bit(tmp_path: Path) -> None:
             found = outcome(tmp_path, rank)[version]
             assert (found["same"], found["done"], found["patched"]) == (True, True, False), version
         run = run_folder(tmp_path / version)
+        assert [path.name for path in run.glob("rank-*")] == (["rank-1.jsonl"] if version == "two" else [])
         (model,) = read(run).of(Model)
         assert model.parameters == sum(parameter.numel() for parameter in Tiny().parameters())
         report = load_report(run)
