@@ -56,7 +56,8 @@ def memory_witness(ground: Ground, subjects: Sequence[Subject], baseline: str) -
         _by_operands(case, layers, ground)
     for case in others:
         _by_allocator(case, base, layers, ground)
-    _by_pairs(others)
+    if ground.rank_bytes is None:
+        _by_pairs(others)
     return {
         name: Testimony(memory_report(case, base, ground, layers), tuple(case.by_allocator))
         for name, case in cases.items()
