@@ -217,6 +217,7 @@ def test_sharded_parameters_are_put_back_bit_for_bit(tmp_path: Path) -> None:
         (model,) = read(run).of(Model)
         assert model.parameters == sum(parameter.numel() for parameter in Tiny().parameters())
         assert model.parameter_bytes == 4 * model.parameters
+        assert list(model.linear_modules) == ["net.0", "net.4"]
         assert model.rank_bytes is not None
         assert 2 * model.parameters <= model.rank_bytes < 2.2 * model.parameters  # half of them, and padding
         report = load_report(run)
