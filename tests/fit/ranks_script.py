@@ -175,17 +175,14 @@ def raises(folder: Path) -> dict[str, Any]:
     return fitted(folder / "runs", Fails(), "ddp")
 
 
-class Dies(Callback):
-    """Rank 1 is gone, without a word, just before the ranks tell each other what they captured."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def dies(folder: Path) -> dict[str, Any]:
-    """By SLURM's variables: nobody looks after the processes."""
-    return fitted(folder / "runs", Tiny(), "ddp", Dies())
+    """By SLURM's variables: nobody looks after the processes.
+
+    Rank 1 is gone, without a word, just before the ranks tell each other what they captured.
+    """
+    if os.environ["SLURM_PROCID"] == "1":
+        sweep_module.Sweep._misfits = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    return fitted(folder / "runs", Tiny(), "ddp")
 
 
 def sharded(folder: Path) -> dict[str, Any]:
