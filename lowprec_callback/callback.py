@@ -80,7 +80,7 @@ class LowPrecisionProfiler(Callback):
         FallbackError: from `fit`, see `fail_on_fallback`.
 
     Attributes:
-        report: the Report once the sweep is over, else None.
+        report: the Report once the sweep is over, else None. Of several ranks, zero has it.
         why_not: why there is no report, as a sentence, once that is known.
         session: the running or finished session.
     """

@@ -53,6 +53,9 @@ class Strategy(Protocol):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """One rank's object on all."""
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether it is true on all ranks, or on any."""
+
 
 class Ranks(ABC):
     """The processes that train together, seen from one of them."""
@@ -67,6 +70,10 @@ class Ranks(ABC):
     @abstractmethod
     def from_zero(self, value: _T) -> _T:
         """Rank zero's value on all ranks. Waits for all ranks."""
+
+    @abstractmethod
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on one rank at least. Waits for all ranks."""
 
     @property
     def host(self) -> str:
@@ -128,6 +135,10 @@ class Alone(Ranks):
         """See `Ranks.from_zero`."""
         return value
 
+    def any(self, flag: bool) -> bool:
+        """See `Ranks.any`."""
+        return flag
+
 
 class StrategyRanks(Ranks):
     """The ranks of a Lightning strategy."""
@@ -150,6 +161,10 @@ class StrategyRanks(Ranks):
     def from_zero(self, value: _T) -> _T:
         """See `Ranks.from_zero`."""
         return self._strategy.broadcast(value, 0)  # type: ignore[no-any-return]
+
+    def any(self, flag: bool) -> bool:
+        """See `Ranks.any`."""
+        return bool(self._strategy.reduce_boolean_decision(flag, all=False))
 
     def _all(self, tensor: torch.Tensor) -> torch.Tensor:
         """[ranks, length], on the host."""

@@ -96,9 +96,12 @@ class Model(Fact):
     engine: Literal["transformer_engine", "plain_torch", "imported"]
     why_engine: str
     parameters: int
+    """Of the whole model, on however many ranks."""
     parameter_bytes: int
     linear_modules: dict[str, str] = field(default_factory=dict)
     """Module path to class name, for each module that owns a linear-layer weight."""
+    rank_bytes: int | None = None
+    """Bytes of the parameters that this rank holds between steps, where they are spread over ranks."""
 
 
 @dataclass(frozen=True)

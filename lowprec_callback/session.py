@@ -33,7 +33,7 @@ from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolv
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
 from lowprec_callback.run_folder import new_run_folder
-from lowprec_callback.state import Rng, Snapshot, whole_size
+from lowprec_callback.state import Rng, Snapshot, rank_bytes, whole_size
 from lowprec_callback.sweep import Sweep
 
 Status = Literal["finished", "shortened", "interrupted", "failed"]
@@ -301,7 +301,9 @@ def _take_snapshot(training: Training) -> Snapshot:
 
 
 def _model_fact(training: Training, engine: Engine) -> Model:
-    parameters, nbytes = whole_size(training.holder or training.model)
+    holder = training.holder or training.model
+    parameters, nbytes = whole_size(holder)
+    here = rank_bytes(holder)
     return Model(
         name=training.name,
         engine=engine.name,
@@ -309,6 +311,7 @@ def _model_fact(training: Training, engine: Engine) -> Model:
         parameters=parameters,
         parameter_bytes=nbytes,
         linear_modules={layer.path: layer.family for layer in engine.linear_layers()},
+        rank_bytes=here if here < nbytes else None,
     )
 
 

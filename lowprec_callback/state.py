@@ -78,6 +78,11 @@ def whole_size(model: nn.Module) -> tuple[int, int]:
     return sum(count for count, _ in sizes), sum(count * each for count, each in sizes)
 
 
+def rank_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that this rank holds."""
+    return sum(part.numel() * part.element_size() for part in map(_shard, model.parameters()))
+
+
 def _each_once(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the repetitions of an expanded one, which cannot be written to."""
     if tensor.layout is torch.strided:

@@ -435,6 +435,9 @@ class Sweep:
                 yield
                 self.recorder.add(self.trial.fact(self._loss))
         self.trial = None
+        for rank, reason in enumerate(self.processes.gather(guard.why_not_same)):
+            if reason is not None and guard.why_not_same is None:
+                self.recorder.add(Problem("numerics guard", f"rank {rank} could not give its batches again: {reason}"))
 
     def _watched_step(
         self, log: GemmLog, library: LibraryListener | None = None, held: MemoryWatch | None = None
@@ -520,12 +523,18 @@ class Sweep:
             self._loss = float(self._loss)
         if isinstance(self._loss, float | int):
             self.recorder.add(Loss(recipe, round_, value=float(self._loss)))
-            if not math.isfinite(self._loss):
-                self._after_divergence(recipe, round_)
+        known = isinstance(self._loss, float | int)
+        broken = known and not math.isfinite(self._loss)
+        if self.processes.any(broken):
+            self._after_divergence(
+                recipe, round_, f"the loss is {self._loss}" if broken else "another rank's loss broke"
+            )
 
-    def _after_divergence(self, recipe: str, round_: int) -> None:
-        """All recipes share the weights: what one has broken would make the others look broken."""
-        what = f"the loss is {self._loss}"
+    def _after_divergence(self, recipe: str, round_: int, what: str) -> None:
+        """All recipes share the weights: what one has broken would make the others look broken.
+
+        Several ranks all start again, or none: their weights must stay equal.
+        """
         if self.snapshot is not None:
             self.snapshot.restore()
             self.card = None  # its scales are broken as well: the next block begins from a clean state

@@ -19,11 +19,12 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
-from lowprec_callback import recording
+from lowprec_callback import recording, session
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.rank_session import Agreed, Found, agree
 from lowprec_callback.ranks import Alone, RankError, Ranks, StrategyRanks, first_reason, why_not
 from lowprec_callback.recording import Loss, Recorder, RecordingError, decode, encode
+from tests.show.samples import cpu
 
 
 class Hall:
@@ -56,6 +57,10 @@ class Seat:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._hall.meet(self._rank, obj)[src]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        met = self._hall.meet(self._rank, decision)
+        return sum(met) == len(met) if all else any(met)
+
 
 def in_step(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """What `work` returned or raised on each rank; every rank in a thread of its own."""
@@ -80,6 +85,8 @@ def test_values_of_any_length_come_in_the_order_of_ranks() -> None:
     values = ["", {"a": [1, 2.5, None]}, "x" * 5000, "ünïcode \u2603"]
     assert in_step(4, lambda ranks: ranks.gather(values[ranks.rank])) == [values] * 4
     assert in_step(3, lambda ranks: ranks.from_zero(f"of {ranks.rank}")) == ["of 0"] * 3
+    assert in_step(3, lambda ranks: ranks.any(ranks.rank == 1)) == [True] * 3
+    assert in_step(3, lambda ranks: ranks.any(ranks.rank == 7)) == [False] * 3
 
 
 def test_together_gives_every_rank_its_own_result_and_what_all_tell() -> None:
@@ -213,6 +220,30 @@ def test_the_lowest_rank_with_a_reason_is_named() -> None:
 def test_what_travels_is_what_is_found() -> None:
     fields = found(["bf16"], {"fp8": ("x", "y")}, steps_left=3)
     assert Found(**fields).refused["fp8"] == ("x", "y")
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ["planted", None])
+def test_all_ranks_stop_for_a_fallback_in_rank_zeros_report_or_none(
+    monkeypatch: pytest.MonkeyPatch, message: str | None
+) -> None:
+    """Else the others would train on and wait for one that is gone."""
+    monkeypatch.setattr(session, "fallbacks", lambda _report: message)
+
+    def check(ranks: Ranks) -> None:
+        made = object.__new__(session.Session)
+        made.processes, made.folder, made.say = ranks, Path("runs/it"), lambda _text: None
+        made.report = None if ranks.rank else cpu()
+        made.raise_on_fallback()
+
+    found = in_step(3, check)
+    if message is None:
+        assert found == [None] * 3
+    else:
+        assert all(isinstance(error, session.FallbackError) for error in found)
+        assert {str(error) for error in found} == {"planted The report is in runs/it."}
 
 
 # -- Recordings of the other ranks -------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Ground:
     parameters: int = 0
     """Of the model; 0 if not known."""
     parameter_bytes: int = 0
+    rank_bytes: int | None = None
+    """See `recording.Model`."""
     parameter_facts: tuple[str, ...] = ()
 
 

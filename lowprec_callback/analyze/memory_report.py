@@ -64,8 +64,8 @@ def _phases(memory: Sequence[tuple[int, Memory]], ground: Ground) -> dict[str, F
     lines = {id(fact): line for line, fact in memory}
     missing = Figure.missing("GB", NO_COUNTERS if ground.on_cpu else NOT_RECORDED)
     phases: dict[str, Figure] = {}
-    if ground.parameter_bytes:
-        phases["parameters"] = Figure(ground.parameter_bytes / GB, "GB", "measured", facts=ground.parameter_facts)
+    if held := ground.rank_bytes or ground.parameter_bytes:
+        phases["parameters"] = Figure(held / GB, "GB", "measured", facts=ground.parameter_facts)
     for name in PHASES:
         fact = first(memory, name)
         phases[name] = missing

@@ -93,6 +93,8 @@ class Merged:
     lines: array[int] = field(default_factory=lambda: array("q"))
     slowest: dict[str, Slowest] = field(default_factory=dict)
     """By recipe."""
+    devices: dict[str, int] = field(default_factory=dict)
+    """Names of devices, each with the lowest rank that has it."""
     problems: list[str] = field(default_factory=list)
     _values: dict[tuple[str, str], _Column] = field(default_factory=dict)
     """By (recipe, quantity)."""
@@ -105,6 +107,7 @@ class Merged:
         self.ranks.append(summary.rank)
         self.hosts.append(summary.host)
         self.lines.append(line)
+        self.devices[summary.device] = min(summary.rank, self.devices.get(summary.device, summary.rank))
         for recipe, part in summary.recipes.items():
             self._add(place, recipe, part)
         for text in summary.problems[: PROBLEMS_KEPT - len(self.problems)]:
@@ -142,6 +145,7 @@ class Merged:
         """What is told of the ranks."""
         recipes = dict.fromkeys(recipe for recipe, _ in self._values)
         silent = world - len(self.ranks)
+        kinds = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(self.devices.items())[:PROBLEMS_KEPT])
         return RanksReport(
             world=world,
             heard=len(self.ranks),
@@ -150,6 +154,7 @@ class Merged:
             rows={recipe: tuple(self._rows(recipe)) for recipe in recipes},
             problems=(
                 *([f"{silent} of {world} ranks sent no summary"] if silent else []),
+                *([f"the ranks run on different devices: {kinds}"] if len(self.devices) > 1 else []),
                 *self.problems,
             ),
         )

@@ -527,6 +527,7 @@ def _memory(facts: _Facts) -> dict[str, Testimony]:
         compute_capability=environment.compute_capability if environment else None,
         parameters=model.parameters if model else 0,
         parameter_bytes=model.parameter_bytes if model else 0,
+        rank_bytes=model.rank_bytes if model else None,
         parameter_facts=lines_of("model", [line for line, _ in facts.recording.lines(Model)][-1:]),
     )
     subjects = [

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lowprec_callback.engines.wrappers import named_modules
 from lowprec_callback.measure.dispatch import Call, Sizes
 from lowprec_callback.measure.scopes import Scope
 from lowprec_callback.recipes import RecipeCard
@@ -129,7 +130,7 @@ class Engine(ABC):
         linear = {layer.path for layer in self.linear_layers()}
         return {
             path: module
-            for path, module in self.model.named_modules()
+            for path, module in named_modules(self.model)
             if path and (path in linear or not any(module.children()) or "Attention" in type(module).__name__)
         }
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowprec_callback.engines.base import Engine, LinearLayer, NotRun, Weight
+from lowprec_callback.engines.wrappers import named_modules
 from lowprec_callback.recipes import RecipeCard, static_refusal
 
 
@@ -92,6 +93,6 @@ def plain_linears(model: nn.Module, quantizable: bool) -> list[LinearLayer]:
             bias=module.bias is not None,
             quantizable=quantizable,
         )
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         if isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformer_engine")
     ]

@@ -37,6 +37,7 @@ from lowprec_callback.engines.base import (
     class_name,
 )
 from lowprec_callback.engines.plain_torch import plain_linears
+from lowprec_callback.engines.wrappers import named_modules, submodule
 from lowprec_callback.measure.dispatch import Call, storages, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
 from lowprec_callback.recording import AttentionBackend, Fact, Scales, UncachedWeights
@@ -219,7 +220,7 @@ class TransformerEngineEngine(Engine):
         except ValueError:
             return None  # the probe says it
         found: dict[str, list[str]] = {}
-        for path, module in self.model.named_modules():
+        for path, module in named_modules(self.model):
             if not is_te_module(module):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
@@ -293,7 +294,7 @@ class TransformerEngineEngine(Engine):
         """Containers of te.ops too: they run their operations themselves, so hooks on those would never fire."""
         containers = {
             path: module
-            for path, module in self.model.named_modules()
+            for path, module in named_modules(self.model)
             if path and type(module).__module__.startswith("transformer_engine.pytorch.ops")
         }
         return {**super().scoped_modules(), **containers}
@@ -308,7 +309,7 @@ class TransformerEngineEngine(Engine):
     def linear_layers(self) -> list[LinearLayer]:
         """TE modules that own two-dimensional weights, and the `nn.Linear`s beside them, which no recipe reaches."""
         layers: list[LinearLayer] = []
-        for path, module in self.model.named_modules():
+        for path, module in named_modules(self.model):
             # te.ops.Linear shows the weight of the basic operation inside it as its own: once is enough.
             inside = bool(layers) and path.startswith(f"{layers[-1].path}.")
             if is_te_module(module) and not inside and (weights := _weights(module)):
@@ -330,7 +331,7 @@ class TransformerEngineEngine(Engine):
     def region_of(self, path: str) -> Region:
         """TE notes on each module whether its last forward was quantized, and by which recipe."""
         try:
-            module = self.model.get_submodule(path)
+            module = submodule(self.model, path)
         except AttributeError:  # a call whose module is not known
             return Region()
         return te_state.region_of(module, self._asked)
@@ -342,7 +343,7 @@ class TransformerEngineEngine(Engine):
         with te_attention.choices() as chosen:
             yield facts
         facts += [AttentionBackend(card.name, choice.backend, choice.reasons) for choice in chosen]
-        modules = tuple(path for path, module in self.model.named_modules() if te_state.uncached(module))
+        modules = tuple(path for path, module in named_modules(self.model) if te_state.uncached(module))
         if modules:
             facts.append(UncachedWeights(card.name, modules))
 
@@ -356,7 +357,7 @@ class TransformerEngineEngine(Engine):
             return []
         having = [
             (path, module)
-            for path, module in self.model.named_modules()
+            for path, module in named_modules(self.model)
             if hasattr(_state_of(module, "scaling_fwd"), "amax_history")
         ]
         chosen = having[:1] + having[1:][-(SCALED_MODULES - 1) :]
@@ -383,7 +384,7 @@ class TransformerEngineEngine(Engine):
         ValueError for a module that is spread over ranks: its copy would wait for theirs, and each rank benchmarks at
         its own pace.
         """
-        module = self.model.get_submodule(path)
+        module = submodule(self.model, path)
         for each in module.modules():
             if any(_number(each, name) > 1 for name in ("tp_size", "tensor_parallel_size")):
                 raise ValueError("it is spread over ranks (tensor parallel), and cannot be timed by itself")

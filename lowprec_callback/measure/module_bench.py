@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from lowprec_callback.engines.base import Engine, LinearLayer
+from lowprec_callback.engines.wrappers import submodule
 from lowprec_callback.measure.gpu_clock import back_to_back, event
 from lowprec_callback.measure.layer_bench import LEAD_MS, SAMPLE_MS, WARM_UPS, Reader, pace_of, splits_of
 from lowprec_callback.measure.steps import synchronize
@@ -86,7 +87,7 @@ def kinds_of(engine: Engine, gemms: Iterable[Gemm]) -> list[Kind]:
         if not layer.quantizable or not calls:
             continue
         most = max(calls, key=lambda gemm: gemm.calls)
-        module = engine.model.get_submodule(layer.path)
+        module = submodule(engine.model, layer.path)
         manners = tuple(str(getattr(module, name, None)) for name in ("activation", "normalization"))
         key = (layer.family, layer.weights, layer.bias, most.m, most.groups, *manners)
         found.setdefault(key, []).append((layer, most))

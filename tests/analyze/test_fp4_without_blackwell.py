@@ -268,6 +268,19 @@ def test_nothing_measured_is_silent_with_the_reason() -> None:
     assert "The memory witness is silent: a CPU has no allocator counters." in as_text(real, 100)
 
 
+def test_where_parameters_are_spread_over_ranks_the_allocator_is_no_witness() -> None:
+    """They are gathered within the forward pass, which no formula of ours knows."""
+    facts = list(recording(nvfp4=Ran(None, None, MXFP8), mxfp8=Ran(None, None, MXFP8)))
+    spread = [replace(fact, rank_bytes=100_000_000) if isinstance(fact, Model) else fact for fact in facts]
+    whole, part = (analyze(Recording.from_facts(each)).recipe("nvfp4").memory for each in (facts, spread))
+    assert whole is not None
+    assert part is not None
+    assert whole.state == "contradicts"
+    assert part.state == "silent"
+    assert part.why == "the parameters are spread over ranks, and come and go within the forward pass"
+    assert (whole.phases["parameters"].value, part.phases["parameters"].value) == (0.2, 0.1)
+
+
 def test_parameters_in_fp32_are_cast_for_bf16() -> None:
     captured = gemms([Linear("qkv", 512, 256, 1024, "LayerNormLinear")])
     layers, _ = layers_of(captured, 1)

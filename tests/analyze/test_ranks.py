@@ -103,6 +103,13 @@ def test_what_no_rank_measured_is_absent_and_silent_ranks_are_told() -> None:
     assert found.report(2).problems == ()
 
 
+def test_ranks_on_different_devices_are_told() -> None:
+    other = dataclasses.replace(summary(1), device="B300")
+    assert merged(summary(0), other, summary(2)).report(3).problems == (
+        "the ranks run on different devices: B300 (rank 1), GPU (rank 0)",
+    )
+
+
 @given(st.permutations(range(6)))
 def test_the_order_in_which_summaries_come_changes_nothing(order: list[int]) -> None:
     all_ = [summary(rank, step=100 + rank % 3) for rank in range(6)]

@@ -6,6 +6,7 @@ Each rank writes what it found to FOLDER/outcome-RANK.json.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -20,21 +21,25 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from lowprec_callback import sweep as sweep_module
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
-from lowprec_callback.plan import Settings
+from lowprec_callback.plan import LEAD_STEPS, Settings
 from lowprec_callback.rounds import Rounds
-from lowprec_callback.show import plots
+from lowprec_callback.show import html, plots
 from tests.fit.models import Tiny, loader, profiler, trainer
 
 SLOW = 0.02
 """Seconds that rank 1 loses in each forward pass of the scenario `sweep`."""
 
-STEPS = Settings(2, 1, 2, 1)
+STEPS = Settings(2, 1, 2, 1, guard_steps=1)
+
+LAST_OF_A_BLOCK = LEAD_STEPS + STEPS.settle_steps + STEPS.timed_steps - 1
+"""The step, counted from zero, whose loss is that of the first block."""
 
 
 class Unused(Tiny):
-    """With a layer that takes part only in every second step, and one rank that is slow."""
+    """With a layer that takes part only in every second step, and one rank that is slow, and loses its way once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +49,8 @@ class Unused(Tiny):
         if self.trainer.global_rank == 1:
             time.sleep(SLOW)
         loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and self.trainer.global_step == LAST_OF_A_BLOCK:
+            loss = loss * math.nan  # by the gradients, the weights of both are lost
         return loss + self.spare(batch).mean() if batch_idx % 2 else loss
 
 
@@ -93,7 +100,7 @@ def fitted(
     folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, more: int = 0, **arguments: Any
 ) -> dict[str, Any]:
     """One fit, longer than its sweep of two recipes, which takes `more` steps than planned; what this rank found."""
-    callback, before = profiler(folder, **arguments), Before()
+    callback, before = profiler(folder, guard_steps=STEPS.guard_steps, **arguments), Before()
     steps = STEPS.steps(2) + more
     after = After(before, steps)
     steps += 4 * more  # of the steps that are left over, more rounds take a quarter
@@ -115,7 +122,8 @@ def fitted(
 def sweep(folder: Path) -> dict[str, Any]:
     """The whole sweep under DDP, by Lightning's own launcher.
 
-    Rank 1 cannot run one of the recipes, is slow, and by itself would take no more rounds than planned.
+    Rank 1 cannot run one of the recipes, fails in the benchmark, is slow, and by itself would take no more rounds than
+    planned.
     """
     refused, why_stop = PlainTorchEngine.refusal, Rounds.why_stop
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -128,6 +136,11 @@ def sweep(folder: Path) -> dict[str, Any]:
     def stop_early(rounds: Rounds, done: int, steps_a_round: int) -> str:
         return "seconds" if local_rank == 1 and done >= rounds.planned else why_stop(rounds, done, steps_a_round)
 
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("planted in the benchmark")
+
+    if local_rank == 1:
+        sweep_module.module_times = fail  # type: ignore[assignment]
     PlainTorchEngine.refusal = refusal  # type: ignore[method-assign]
     Rounds.why_stop = stop_early  # type: ignore[method-assign]
     twin = folder / "bf16_twin.toml"
@@ -162,17 +175,14 @@ def raises(folder: Path) -> dict[str, Any]:
     return fitted(folder / "runs", Fails(), "ddp")
 
 
-class Dies(Callback):
-    """Rank 1 is gone, without a word, just before the ranks tell each other what they captured."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def dies(folder: Path) -> dict[str, Any]:
-    """By SLURM's variables: nobody looks after the processes."""
-    return fitted(folder / "runs", Tiny(), "ddp", Dies())
+    """By SLURM's variables: nobody looks after the processes.
+
+    Rank 1 is gone, without a word, just before the ranks tell each other what they captured.
+    """
+    if os.environ["SLURM_PROCID"] == "1":
+        sweep_module.Sweep._misfits = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    return fitted(folder / "runs", Tiny(), "ddp")
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -183,7 +193,12 @@ def sharded(folder: Path) -> dict[str, Any]:
     def on_cpu(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **{**named, "device_id": torch.device("cpu")})
 
-    two = fitted(folder / "two", Sharded(), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    two = fitted(
+        folder / "two",
+        Sharded(),
+        ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        keep_rank_recordings=True,
+    )
     FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -195,7 +210,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     scenario, folder = sys.argv[1], Path(sys.argv[2])
-    plots.save_all = lambda *_: []  # they take longer than all else here
+    # They take longer than all else here.
+    plots.save_all = lambda *_: []
+    html.save = lambda *_: None
     found = {"sweep": sweep, "raises": raises, "dies": dies, "sharded": sharded}[scenario](folder)
     (folder / f"outcome-{found['rank']}.json").write_text(json.dumps(found))
 

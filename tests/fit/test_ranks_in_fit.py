@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -16,7 +17,19 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lowprec_callback import load_report
-from lowprec_callback.recording import End, ForwardTime, Model, Plan, RankSummary, Recording, Refusal, StepTime, read
+from lowprec_callback.recording import (
+    End,
+    ForwardTime,
+    Loss,
+    Model,
+    Plan,
+    Problem,
+    RankSummary,
+    Recording,
+    Refusal,
+    StepTime,
+    read,
+)
 from tests.fit.models import Tiny, loader, profiler, trainer
 from tests.fit.ranks_script import STEPS
 
@@ -135,7 +148,20 @@ def test_both_ranks_sweep_in_lockstep_and_rank_zero_reports(tmp_path: Path) -> N
 
     ranks = report.ranks
     assert ranks is not None
-    assert (ranks.world, ranks.heard, ranks.hosts, ranks.problems) == (2, 2, 1, ())
+    assert (ranks.world, ranks.heard, ranks.hosts) == (2, 2, 1)
+    # Rank 1's loss broke once, and with it the weights of both: both began again, so rank zero's never broke.
+    assert all(math.isfinite(loss.value) for loss in facts.of(Loss))
+    again = "; the recipes after it start again from the state before the profile"
+    (first,) = [problem for problem in facts.of(Problem) if "round 1" in problem.where]
+    assert first.message == f"another rank's loss broke{again}"
+    one = f"rank 1 ({socket.gethostname()})"
+    # What goes wrong in one rank's benchmark stops nobody.
+    (benchmark,) = [problem for problem in facts.of(Problem) if problem.where == "GEMM benchmark"]
+    assert benchmark.message == f"{one}: RuntimeError: planted in the benchmark"
+    assert ranks.problems == (
+        f"{one}: GEMM benchmark: {benchmark.message}",
+        f"{one}: {first.where}: the loss is nan{again}",
+    )
     for part in report.recipes[:2]:
         steps = [[ms for _, samples in each.recipes[part.name].rounds for ms in samples] for each in both]
         medians = [median(samples) for samples in steps]
@@ -187,8 +213,13 @@ def test_sharded_parameters_are_put_back_bit_for_bit(tmp_path: Path) -> None:
             found = outcome(tmp_path, rank)[version]
             assert (found["same"], found["done"], found["patched"]) == (True, True, False), version
         run = run_folder(tmp_path / version)
+        assert [path.name for path in run.glob("rank-*")] == (["rank-1.jsonl"] if version == "two" else [])
         (model,) = read(run).of(Model)
         assert model.parameters == sum(parameter.numel() for parameter in Tiny().parameters())
+        assert model.parameter_bytes == 4 * model.parameters
+        assert list(model.linear_modules) == ["net.0", "net.4"]
+        assert model.rank_bytes is not None
+        assert 2 * model.parameters <= model.rank_bytes < 2.2 * model.parameters  # half of them, and padding
         report = load_report(run)
         assert report.status == "finished"
         assert report.ranks is not None

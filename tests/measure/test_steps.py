@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_callback.measure import memory, steps
-from lowprec_callback.measure.steps import HostProbe, StepClock
-from lowprec_callback.recording import HostTime, Memory, StepTime
+from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock
+from lowprec_callback.recording import ForwardTime, HostTime, Memory, StepTime
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -166,3 +166,48 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.read(CUDA, "bf16", 1, "forward") == [expected]
     stats.clear()  # an allocator that does not count what was asked for
     assert memory.read(CUDA, "bf16", 1, "forward")[0].requested is None
+
+
+# -- forward passes ----------------------------------------------------------------------------------------------------
+
+
+def forwards(clock: ForwardClock, *passes: int) -> None:
+    """Steps of so many forward passes each, and the boundary after the last."""
+    clock.boundary()
+    for count in passes:
+        for _ in range(count):
+            with clock.forward():
+                pass
+        clock.boundary()
+
+
+def test_the_forward_passes_of_a_step_are_added_up() -> None:
+    clock = ForwardClock(CPU, now=ticking(1.0, 1.25, 2.0, 2.5, 4.0, 5.0))
+    forwards(clock, 2, 1)
+    assert clock.read("bf16", 3) == ForwardTime("bf16", 3, (750.0, 1000.0))
+
+
+def test_a_step_without_a_forward_pass_is_no_sample() -> None:
+    clock = ForwardClock(CPU, now=ticking(1.0, 2.0))
+    forwards(clock, 0, 1, 0)
+    assert clock.read("bf16", 0).ms == (1000.0,)
+
+
+def test_forward_passes_on_a_gpu_lie_between_events_that_are_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, 0.0, 3.0, 10.0, 14.0)
+    clock = ForwardClock(CUDA)
+    forwards(clock, 1, 1)
+    assert gpu.waits == 0
+    assert gpu.streams == ["stream of cuda"] * 4
+    assert clock.read("bf16", 0).ms == (3.0, 4.0)
+    assert gpu.waits == 1
+
+
+def test_a_forward_pass_that_raises_is_no_sample() -> None:
+    clock = ForwardClock(CPU, now=ticking(1.0, 2.0, 3.0))
+    clock.boundary()
+    with pytest.raises(ZeroDivisionError), clock.forward():
+        raise ZeroDivisionError
+    with clock.forward():
+        pass
+    assert clock.read("bf16", 0).ms == (1000.0,)
