@@ -1015,6 +1015,11 @@ class Recorder:
             with suppress(OSError):
                 file.close()
 
+    def __del__(self) -> None:
+        """A session that never came to its end leaves no open file."""
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
     def __enter__(self) -> Recorder:
         return self
 
