@@ -23,6 +23,7 @@ from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import memory
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
+from lowprec_callback.measure.eager import compiled_modules, eagerly
 from lowprec_callback.measure.gemms import Sampling, benchmark, expected_s, jobs_of
 from lowprec_callback.measure.held import MemoryWatch
 from lowprec_callback.measure.library_log import LibraryListener
@@ -439,6 +440,13 @@ class Sweep:
     def _capture(self) -> Steps:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
+        if compiled := compiled_modules(self.engine.model):
+            names = f"{', '.join(compiled[:3])}{' and more' if len(compiled) > 3 else ''}"
+            self.recorder.add(
+                Problem(
+                    "torch.compile", f"{names}: ran uncompiled in the steps that watch operands, compiled in others"
+                )
+            )
         for _ in range(TRIES):
             log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
             yield from self._watched_step(log)
@@ -670,6 +678,7 @@ class Sweep:
         scopes = self._ranged_scopes(boundary)
         tracer = Tracer(self.engine.device, shapes=True)
         with ExitStack() as stack:
+            stack.enter_context(eagerly())
             tracer.start()
             stack.callback(_stop_quietly, tracer)
             if library is not None:

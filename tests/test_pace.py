@@ -34,7 +34,7 @@ def test_the_plan_fits_into_the_time_or_is_the_smallest(
 ) -> None:
     asked, watched = Settings(), plain * times
     fitted = fit_time(asked, recipes, seconds, plain, watched)
-    smallest = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0)
+    smallest = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, guard_steps=0)
     assert fitted.settings.seconds(recipes, plain, watched) <= seconds or fitted.settings == smallest
     assert (fitted.shrunk is None) == (fitted.settings == asked)
     if fitted.shrunk:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.recording import FILE_NAME, End, read
-from tests.fit.models import BATCH, WIDTH, Rows, loader, profiler, trainer
+from tests.fit.models import BATCH, WIDTH, Rows, loader, short, trainer
 from tests.fit.places import Mine, Planted, callback_hooks, module_hooks, planted_in
 from tests.fit.test_sweep_in_fit import hooks_of
 
@@ -52,7 +52,7 @@ def module_of() -> Any:
 
 def profiler_of(folder: Path) -> LowPrecisionProfiler:
     """Two recipes x (1 round x (1 + 2) + 1 traced and what comes before it)."""
-    return profiler(folder, rounds=1, progress=False)
+    return short(folder, rounds=1, progress=False)
 
 
 def trainer_of(folder: Path, callbacks: list[Any]) -> Trainer:
@@ -241,7 +241,7 @@ def test_a_failure_of_our_own_ends_the_sweep_and_not_the_training(
         raise RuntimeError("planted in ours")
 
     monkeypatch.setattr(owner, name, staticmethod(fail) if isinstance(original, staticmethod) else fail)
-    module, callback = module_of(), profiler(tmp_path, rounds=1, progress=False, gemm_benchmark="benchmark" in path)
+    module, callback = module_of(), short(tmp_path, rounds=1, progress=False, gemm_benchmark="benchmark" in path)
     run = fit(tmp_path, module, [callback])
     monkeypatch.undo()
     assert calls, f"{path} was never called"

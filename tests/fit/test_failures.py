@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lowprec_callback.measure import gemms
 from lowprec_callback.recording import End, GemmTime, Problem, Refusal, Restored, StepTime, Trace
-from tests.fit.models import BATCH, WIDTH, Tiny, loader, profiler, trainer
+from tests.fit.models import BATCH, WIDTH, Tiny, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 
@@ -70,7 +70,7 @@ def test_a_recipe_that_fails_in_the_users_step_is_given_up_and_the_others_go_on(
 ) -> None:
     module = type(module)()
     first = {name: value.clone() for name, value in module.state_dict().items()}
-    callback = profiler(tmp_path, progress=False, stop_after=True)
+    callback = short(tmp_path, progress=False, stop_after=True)
     run = trainer(tmp_path, callback, steps=40, accumulate_grad_batches=accumulate)
     run.fit(module, loader(80))
     facts = recording_of(tmp_path)
@@ -90,7 +90,7 @@ def test_a_recipe_that_fails_in_the_users_step_is_given_up_and_the_others_go_on(
 
 def test_a_recipe_that_fails_later_keeps_what_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = NotInBf16(after=8)  # 3 steps of the lead, then bf16 x 3, fp32 x 3, ...
-    trainer(tmp_path, profiler(tmp_path, progress=False)).fit(module, loader(60))
+    trainer(tmp_path, short(tmp_path, progress=False)).fit(module, loader(60))
     facts = recording_of(tmp_path)
     assert not facts.of(Refusal)
     (problem,) = facts.of(Problem)
@@ -108,7 +108,7 @@ def test_what_fails_in_the_baseline_too_is_the_users(tmp_path: Path) -> None:
 
     module = Wrong()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        trainer(tmp_path, profiler(tmp_path, progress=False)).fit(module, loader(60))
+        trainer(tmp_path, short(tmp_path, progress=False)).fit(module, loader(60))
     facts = recording_of(tmp_path)
     assert facts.of(End)[0].status == "failed"
     assert not facts.of(Refusal)
@@ -129,7 +129,7 @@ def test_out_of_memory_in_the_benchmark_is_recorded_and_the_rest_goes_on(
     monkeypatch.setattr(gemms, "PlainBench", bench)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("freed"))
     module = Tiny()
-    trainer(tmp_path, profiler(tmp_path, progress=False, gemm_benchmark=True)).fit(module, loader(60))
+    trainer(tmp_path, short(tmp_path, progress=False, gemm_benchmark=True)).fit(module, loader(60))
     facts = recording_of(tmp_path)
     assert facts.of(End) == [End("finished")]
     failed = [time for time in facts.of(GemmTime) if time.failure]
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_takes_nothing_from_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the report too
-    module, callback = Tiny(), profiler(tmp_path, progress=False)
+    module, callback = Tiny(), short(tmp_path, progress=False)
     trainer(tmp_path, callback, steps=40).fit(module, loader(40))
     assert module.steps == 40
     facts = recording_of(tmp_path)  # what had room is whole, but for its last line
@@ -168,7 +168,7 @@ def test_a_disk_that_fills_up_takes_nothing_from_the_training(
     kept = callback.session.recorder.snapshot()
     assert kept.of(End)
     # The profiler's own file of a trace found no room either: that part is missing, and the rest went on.
-    assert "File too large" in next(problem.message for problem in kept.of(Problem) if problem.where == "capture")
+    assert "Error: [Errno" in next(problem.message for problem in kept.of(Problem) if problem.where == "capture")
     assert len(kept.of(StepTime)) == 8
 
 
@@ -178,7 +178,7 @@ def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkey
 
     monkeypatch.setattr("lowprec_callback.session.new_run_folder", full)
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    module, callback = Tiny(), profiler(tmp_path)
+    module, callback = Tiny(), short(tmp_path)
     trainer(tmp_path, callback, steps=30).fit(module, loader(30))
     assert module.steps == 30
     assert callback.why_not is not None
@@ -208,7 +208,7 @@ def test_an_error_of_ours_leaves_the_weights_of_a_fit_without_us(
             monkeypatch.setattr("lowprec_callback.sweep.Sweep.step_end", broken)
 
     module._on_step = fail_at
-    callback = profiler(tmp_path, progress=False)
+    callback = short(tmp_path, progress=False)
     trainer(tmp_path, callback, steps=60).fit(module, data)
     assert callback.why_not is not None
     assert "planted in ours" in callback.why_not

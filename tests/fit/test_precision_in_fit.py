@@ -19,7 +19,7 @@ from lowprec_callback.patches import Patches
 from lowprec_callback.recording import Dispatch, End, Plan, StepTime
 from lowprec_callback.te_plugin import has_region, take_region_over
 from tests.engines import fake_te
-from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, profiler, trainer
+from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import recording_of
 
 
@@ -39,7 +39,7 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_precision_and_its_own_region_afterwards(tmp_path: Path, precision: str, recipes: tuple[str, ...]) -> None:
     seen: list[torch.dtype] = []
     module = Tiny(lambda m, _step: seen.append(m.net(torch.zeros(BATCH, WIDTH, dtype=m.net[0].weight.dtype)).dtype))
-    trainer(tmp_path, profiler(tmp_path, progress=False), steps=30, precision=precision).fit(module, loader(30))
+    trainer(tmp_path, short(tmp_path, progress=False), steps=30, precision=precision).fit(module, loader(30))
     facts = recording_of(tmp_path)
     assert facts.of(End) == [End("finished")]
     assert facts.of(Plan)[-1].recipes == recipes
@@ -55,7 +55,7 @@ def test_a_loss_scaler_is_restored(tmp_path: Path) -> None:
     plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     plugin._desired_input_dtype = torch.bfloat16
     module = Tiny()
-    callback = profiler(tmp_path, progress=False, stop_after=True)
+    callback = short(tmp_path, progress=False, stop_after=True)
     trainer(tmp_path, callback, steps=40, plugins=plugin).fit(module, loader(40))
     assert recording_of(tmp_path).of(End) == [End("finished")]
     assert module.steps == recording_of(tmp_path).of(Plan)[-1].steps
@@ -120,7 +120,7 @@ def test_the_plugins_region_is_taken_over_for_the_sweep_and_given_back(
     monkeypatch.setattr(TransformerEngineEngine, "refusal", lambda *_: None)
     monkeypatch.setattr(TransformerEngineEngine, "probe", lambda *_: None)
     module, plugin = OnFakes(fake), TransformerEnginePrecision(fake)
-    callback = profiler(tmp_path, recipes=["bf16", "fp8_current"], progress=False)
+    callback = short(tmp_path, recipes=["bf16", "fp8_current"], progress=False)
     run = trainer(
         tmp_path,
         callback,
@@ -130,7 +130,8 @@ def test_the_plugins_region_is_taken_over_for_the_sweep_and_given_back(
         limit_val_batches=1,
         num_sanity_val_steps=0,
     )
-    run.fit(module, loader(30), DataLoader(Rows(BATCH), batch_size=BATCH))
+    fits = 32  # tokens that FP8 can sum over
+    run.fit(module, DataLoader(Rows(30 * fits), batch_size=fits), DataLoader(Rows(fits), batch_size=fits))
     facts = recording_of(tmp_path)
     assert facts.of(End) == [End("finished")]
     planned = facts.of(Plan)[-1].steps
@@ -176,7 +177,7 @@ class OfTheOtherPackage(pytorch_lightning.LightningModule):
 
 
 def test_the_trainer_of_pytorch_lightning_accepts_it(tmp_path: Path) -> None:
-    module, callback = OfTheOtherPackage(), profiler(tmp_path, progress=False)
+    module, callback = OfTheOtherPackage(), short(tmp_path, progress=False)
     run = pytorch_lightning.Trainer(
         max_steps=30,
         accelerator="cpu",

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from lowprec_callback.plan import Settings
 from lowprec_callback.recording import FILE_NAME, End, read
 from lowprec_callback.resume import KEY
-from tests.fit.models import BATCH, Rows, Tiny, Validated, loader, profiler, trainer
+from tests.fit.models import BATCH, Rows, Tiny, Validated, loader, short, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ended before the epoch ended")  # which is so, and Lightning's own
 
-PLANNED = Settings(2, 1, 2, 1).steps(2)
+PLANNED = Settings(2, 1, 2, 1, guard_steps=0).steps(2)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ class Saver(Callback):
 
 def saved(folder: Path, at: int, steps: int, **arguments: Any) -> tuple[Path, Any]:
     """A fit of so many steps with a checkpoint at step `at`, and its profiler."""
-    callback = profiler(folder / "runs", **arguments)
+    callback = short(folder / "runs", **arguments)
     path = folder / "saved.ckpt"
     trainer(folder, callback, Saver(path, at), steps=steps).fit(Tiny(), loader(60))
     return path, callback
@@ -77,7 +77,7 @@ def test_a_checkpoint_from_inside_the_sweep_holds_the_users_state_and_loads_with
 
 def test_a_fit_that_resumes_inside_the_sweep_runs_it_anew(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, at=12, steps=PLANNED + 1)
-    callback = profiler(tmp_path / "again")
+    callback = short(tmp_path / "again")
     trainer(tmp_path, callback, steps=12 + PLANNED).fit(Tiny(), loader(60), ckpt_path=path, weights_only=True)
     assert callback.report is not None
     assert callback.report.status == "finished"
@@ -91,7 +91,7 @@ def test_a_fit_that_resumes_behind_the_sweep_neither_repeats_it_nor_loses_it(
     (run,) = runs_in(tmp_path / "runs")
     before = (run / FILE_NAME).read_bytes()
 
-    module, callback = Tiny(), profiler(tmp_path / "runs")
+    module, callback = Tiny(), short(tmp_path / "runs")
     resumed = trainer(tmp_path, callback, steps=PLANNED + 6)
     resumed.fit(module, loader(60), ckpt_path=path, weights_only=True)
     assert module.steps == 4
@@ -110,7 +110,7 @@ def test_a_run_folder_that_is_gone_gives_no_report(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, at=PLANNED + 2, steps=PLANNED + 3)
     (run,) = runs_in(tmp_path / "runs")
     run.rename(tmp_path / "moved")
-    callback = profiler(tmp_path / "runs")
+    callback = short(tmp_path / "runs")
     trainer(tmp_path, callback, steps=PLANNED + 4).fit(Tiny(), loader(60), ckpt_path=path, weights_only=True)
     assert callback.report is None
 
@@ -121,7 +121,7 @@ def test_training_goes_on_in_the_recipe_that_was_asked_for(tmp_path: Path, how: 
     path, callback = saved(tmp_path, at=PLANNED + 2, steps=PLANNED + 3, continue_with="bf16")
     module = Tiny(lambda m, _step: seen.append(m.net(torch.zeros(BATCH, 32)).dtype))
     if how == "resumed":
-        callback = profiler(tmp_path / "runs", continue_with="bf16")
+        callback = short(tmp_path / "runs", continue_with="bf16")
         run = trainer(tmp_path, callback, steps=PLANNED + 6)
         run.fit(module, loader(60), ckpt_path=path, weights_only=True)
     else:
@@ -139,7 +139,7 @@ def test_everything_that_is_no_fit_is_left_alone(tmp_path: Path) -> None:
         def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return self.net(batch)  # type: ignore[no-any-return]
 
-    module, callback = Tested(), profiler(tmp_path)
+    module, callback = Tested(), short(tmp_path)
     run = trainer(tmp_path, callback)
     data = DataLoader(Rows(BATCH), batch_size=BATCH)
     for do in (run.validate, run.test, run.predict):
@@ -170,7 +170,7 @@ class Tunable(Tiny):
 
 @pytest.mark.filterwarnings("ignore:.*Failed to compute suggestion")
 def test_the_tuners_own_fits_are_not_profiled_and_the_one_behind_them_is(tmp_path: Path) -> None:
-    module, callback = Tunable(), profiler(tmp_path / "runs")
+    module, callback = Tunable(), short(tmp_path / "runs")
     run = trainer(tmp_path, callback, steps=PLANNED)
     tuner = Tuner(run)
     tuner.lr_find(module, num_training=5)
@@ -186,7 +186,7 @@ def test_the_tuners_own_fits_are_not_profiled_and_the_one_behind_them_is(tmp_pat
 @pytest.mark.filterwarnings("ignore:.*Failed to compute suggestion")
 def test_a_callback_that_searches_first(tmp_path: Path) -> None:
     finder = LearningRateFinder(num_training_steps=5)
-    callback = profiler(tmp_path / "runs")
+    callback = short(tmp_path / "runs")
     run: Trainer = trainer(tmp_path, finder, callback, steps=PLANNED)
     run.fit(Tunable())
     assert callback.report is not None
@@ -200,7 +200,7 @@ def test_sigterm_ends_the_fit_as_without_us(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     ends = []
-    for callbacks in ([profiler(tmp_path / "runs")], []):
+    for callbacks in ([short(tmp_path / "runs")], []):
         module = Tiny(kill)
         run = trainer(tmp_path, *callbacks)
         with pytest.raises(SystemExit) as caught:  # Lightning's SIGTERMException is one

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lowprec_callback.plan import Settings
 from lowprec_callback.recording import Dispatch, End, Gemm, Plan, Problem, Recording, StepTime, Trace
 from lowprec_callback.session import ProfilerError
-from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, profiler, trainer
+from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
-PLANNED = Settings(2, 1, 2, 1).steps(2)
+PLANNED = Settings(2, 1, 2, 1, guard_steps=0).steps(2)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def profiled(folder: Path, module: Any, data: Any, *callbacks: Any, steps: int = 40, **arguments: Any) -> Recording:
-    callback = profiler(folder, progress=False)
+    callback = short(folder, progress=False)
     run = trainer(folder, callback, *callbacks, steps=steps, **arguments)
     run.fit(module, data)
     assert hooks_of(module) == 0
@@ -174,7 +174,7 @@ class Evaluated(Validated):
 
 
 def profiled_with_evaluation(folder: Path, module: Any, **arguments: Any) -> Recording:
-    run = trainer(folder, profiler(folder, progress=False), steps=60, num_sanity_val_steps=0, **arguments)
+    run = trainer(folder, short(folder, progress=False), steps=60, num_sanity_val_steps=0, **arguments)
     run.fit(module, loader(60), DataLoader(Rows(9), batch_size=3))
     return recording_of(folder)
 
@@ -256,7 +256,7 @@ def test_activation_checkpointing_and_clipping(tmp_path: Path) -> None:
 
 
 def test_a_fast_dev_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, callback = Tiny(), profiler(tmp_path)
+    module, callback = Tiny(), short(tmp_path)
     trainer(tmp_path, callback, fast_dev_run=True).fit(module, loader(4))
     assert module.steps == 1
     assert callback.why_not == "fast_dev_run runs too few steps to profile"
@@ -279,3 +279,36 @@ def test_a_captured_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match=r"net\.4 was captured in a CUDA graph \(make_graphed_callables\)"):
         profiled(tmp_path, module, loader(40))
     assert module.steps == 0
+
+
+@pytest.mark.parametrize("what", ["a part", "the whole"])
+def test_compiled_modules_are_watched_uncompiled_and_run_compiled(tmp_path: Path, what: str) -> None:
+    runs: list[bool] = []
+
+    class Noted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(torch.compiler.is_compiling())
+            return x
+
+    module = Tiny()
+    module.net = nn.Sequential(nn.Linear(WIDTH, 48), Noted(), nn.GELU(), nn.Linear(48, WIDTH))
+    given: Any = module
+    if what == "a part":
+        module.net = torch.compile(module.net, backend="eager")  # type: ignore[assignment]
+    else:
+        module.forward = module.net.forward  # type: ignore[method-assign]
+        given = torch.compile(module, backend="eager")
+    facts = profiled(tmp_path, given, loader(60)) if what == "a part" else profiled_whole(tmp_path, given, module)
+    whole(facts)
+    linear = {gemm.module.rsplit(".", 1)[1] for gemm in facts.of(Gemm)}
+    assert linear == {"0", "3"}
+    (problem,) = facts.of(Problem)
+    assert problem.where == "torch.compile"
+    assert "ran uncompiled in steps that watch operands" in problem.message
+
+
+def profiled_whole(folder: Path, compiled: Any, module: Any) -> Recording:
+    """Lightning takes the compiled module apart again, so the checks are on the one inside."""
+    trainer(folder, short(folder, progress=False), steps=40).fit(compiled, loader(60))
+    assert hooks_of(module) == 0
+    return recording_of(folder)
