@@ -214,16 +214,14 @@ class LowPrecisionProfiler(Callback):
             self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with)
         if not self._started:
             self._started = True
-            if getattr(trainer, "fast_dev_run", False):
-                self._say_why_not(trainer, "fast_dev_run runs too few steps to profile")
+            if refusal := trainer_facts.refusal(trainer, pl_module):
+                self._say_why_not(trainer, refusal)
             else:
                 self._open(trainer, pl_module)
         if not self._sweeping:
             self._continue(trainer, pl_module)
 
     def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if sentence := trainer_facts.refusal(trainer, pl_module):
-            raise ProfilerError(sentence)
         with self._ours(trainer):
             self._window, self._micro_batches = StepWindow(len(trainer.optimizers)), trainer.accumulate_grad_batches
             training = trainer_facts.training_of(trainer, pl_module, self._window)

@@ -80,11 +80,14 @@ def seconds_left(trainer: Any) -> float | None:
 
 def refusal(trainer: Any, module: nn.Module) -> str | None:
     """Why this fit cannot be profiled as it stands, as a sentence; None if it can. Nothing was touched by then."""
+    if getattr(trainer, "fast_dev_run", False):
+        return "fast_dev_run runs too few steps to profile; nothing was profiled"
     if graphed := graphed_modules(module):
         more = f" and {len(graphed) - 1} more" if len(graphed) > 1 else ""
         return (
             f"{graphed[0] or 'the model'}{more} was captured in a CUDA graph (make_graphed_callables), which replays "
-            f"the kernels of the recipe that it was captured in, whatever recipe is asked for: profile before capturing"
+            f"the kernels of the recipe that it was captured in, whatever recipe is asked for; nothing was profiled: "
+            f"profile before capturing"
         )
     every = trainer.val_check_batch if getattr(trainer, "enable_validation", False) else math.inf
     if (
@@ -93,8 +96,8 @@ def refusal(trainer: Any, module: nn.Module) -> str | None:
         and (trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined())
     ):
         return (
-            "evaluation runs inside every optimizer step (val_check_interval), so that none could be timed without it: "
-            "profile with a longer val_check_interval, or with limit_val_batches=0"
+            "evaluation runs inside every optimizer step (val_check_interval), so that none could be timed without it; "
+            "nothing was profiled: profile with a longer val_check_interval, or with limit_val_batches=0"
         )
     return None
 

@@ -55,7 +55,7 @@ class Model(Tiny):
         return loader(60)
 
 
-@pytest.mark.filterwarnings("ignore:[\\s\\S]*Jsonargparse")  # Lightning's own use of it
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*(Jsonargparse|was deprecated in v4)")  # Lightning's own use of it
 def test_every_argument_comes_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     import yaml

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
+from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.plan import Settings
 from lowprec_callback.recording import Dispatch, End, Gemm, Plan, Problem, Recording, StepTime, Trace
-from lowprec_callback.session import ProfilerError
 from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
@@ -174,16 +174,24 @@ class Evaluated(Validated):
 
 
 def profiled_with_evaluation(folder: Path, module: Any, **arguments: Any) -> Recording:
-    run = trainer(folder, short(folder, progress=False), steps=60, num_sanity_val_steps=0, **arguments)
-    run.fit(module, loader(60), DataLoader(Rows(9), batch_size=3))
+    fit_with_evaluation(folder, module, **arguments)
     return recording_of(folder)
 
 
-def test_evaluation_inside_every_step_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def fit_with_evaluation(folder: Path, module: Any, steps: int = 60, **arguments: Any) -> LowPrecisionProfiler:
+    callback = short(folder, progress=False)
+    run = trainer(folder, callback, steps=steps, num_sanity_val_steps=0, **arguments)
+    run.fit(module, loader(60), DataLoader(Rows(9), batch_size=3))
+    return callback
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_evaluation_inside_every_step_is_refused_and_the_training_goes_on(tmp_path: Path, accumulate: int) -> None:
     module = Evaluated()
-    with pytest.raises(ProfilerError, match=r"evaluation runs inside every optimizer step \(val_check_interval\)"):
-        profiled_with_evaluation(tmp_path, module, val_check_interval=1)
-    assert module.steps == 0
+    callback = fit_with_evaluation(tmp_path, module, steps=6, val_check_interval=1, accumulate_grad_batches=accumulate)
+    assert callback.why_not is not None
+    assert callback.why_not.startswith("evaluation runs inside every optimizer step (val_check_interval)")
+    assert module.steps == 6 * accumulate
     assert not list(tmp_path.glob("*/recording.jsonl"))
 
 
@@ -259,7 +267,7 @@ def test_a_fast_dev_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     module, callback = Tiny(), short(tmp_path)
     trainer(tmp_path, callback, fast_dev_run=True).fit(module, loader(4))
     assert module.steps == 1
-    assert callback.why_not == "fast_dev_run runs too few steps to profile"
+    assert callback.why_not == "fast_dev_run runs too few steps to profile; nothing was profiled"
     assert callback.why_not in capsys.readouterr().err
 
 
@@ -274,11 +282,13 @@ def test_a_captured_graph_is_refused(tmp_path: Path) -> None:
 
         return new_fwd
 
-    module = Tiny()
+    module, callback = Tiny(), short(tmp_path)
     module.net[4].forward = make_graphed_forward(module.net[4])
-    with pytest.raises(ProfilerError, match=r"net\.4 was captured in a CUDA graph \(make_graphed_callables\)"):
-        profiled(tmp_path, module, loader(40))
-    assert module.steps == 0
+    trainer(tmp_path, callback, steps=4).fit(module, loader(4))
+    assert callback.why_not is not None
+    assert callback.why_not.startswith("net.4 was captured in a CUDA graph (make_graphed_callables)")
+    assert module.steps == 4
+    assert not list(tmp_path.glob("*/recording.jsonl"))
 
 
 @pytest.mark.parametrize("what", ["a part", "the whole"])
