@@ -314,7 +314,7 @@ def test_compiled_modules_are_watched_uncompiled_and_run_compiled(tmp_path: Path
     assert linear == {"0", "3"}
     (problem,) = facts.of(Problem)
     assert problem.where == "torch.compile"
-    assert "ran uncompiled in steps that watch operands" in problem.message
+    assert "ran uncompiled in the steps that watch operands" in problem.message
 
 
 def profiled_whole(folder: Path, compiled: Any, module: Any) -> Recording:
