@@ -233,6 +233,8 @@ class LowPrecisionProfiler(Callback):
         """Remember the optimizer's step, to see whether this batch completes one."""
         if self._sweeping:
             self._window.batch_begins(trainer.global_step)
+            with self._ours(trainer):
+                self._sweep.sizes.batch(batch)
         if (trial := self._trial) is not None:
             trial.batch_begins()
 

@@ -309,6 +309,8 @@ class StepTime(Fact):
     """The same interval on the host's monotonic clock."""
     discarded: str | None = None
     """Why this sample does not count (evaluation ran inside it, a checkpoint was written...)."""
+    elements: int | None = None
+    """Elements of all tensors in the step's batches; None where nobody looked."""
     attached: str | None = None
     """The profiler that watched this step after all, where the Recording was made from its capture: it slows the
     host, so that the step may be longer than it is without."""

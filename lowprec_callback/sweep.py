@@ -20,7 +20,8 @@ import torch
 from lowprec_callback.blame import RecipeFailed, in_words, raised_by_library
 from lowprec_callback.engines.base import Around, Engine
 from lowprec_callback.guard import NumericsGuard, TrialStep
-from lowprec_callback.measure import memory
+from lowprec_callback.measure import batches, memory
+from lowprec_callback.measure.batches import StepSizes
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.eager import compiled_modules, eagerly
@@ -57,6 +58,9 @@ from lowprec_callback.rounds import Rounds, widest
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
+
+CHANGING = 4
+"""More steps that are captured, where batches change in size from step to step."""
 
 TRIES = 4
 """Times that a watched step is looked at again, if evaluation or the like ran inside it."""
@@ -122,6 +126,8 @@ class Sweep:
     """The recipe that runs now; None outside the sweep."""
     inside: bool = False
     """Whether a forward pass runs now, in our region."""
+    sizes: StepSizes = field(default_factory=StepSizes)
+    """Told of every batch."""
     cut: str | None = None
     """Why parts of the plan were left out."""
     trial: TrialStep | None = None
@@ -266,6 +272,7 @@ class Sweep:
         # Detached: an undetached loss would keep its whole graph alive to the end of the block.
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._steps_done += 1
+        self._note_size()
         self._close_step()
         failed, self._failed = self._failed, None
         try:
@@ -280,6 +287,13 @@ class Sweep:
         if not self.done:
             self._open_step()
         return self.done
+
+    def _note_size(self) -> None:
+        elements, odd = self.sizes.step()
+        if self._clock is not None and elements:
+            self._clock.size(elements)
+        if odd:
+            self.contaminate("its batches have another size than those of most steps")
 
     def finish(
         self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None
@@ -455,6 +469,13 @@ class Sweep:
         else:
             self.recorder.add(Problem("capture", f"in {TRIES} steps, one after another: {self._dirty}"))
             return
+        logs = [log]
+        if self.processes.size == 1 and self.sizes.changing:
+            for _ in range(CHANGING):
+                logs.append(GemmLog(self.engine.linear_layers(), self.engine.region_of))
+                yield from self._watched_step(logs[-1])
+            log, words = batches.middle(logs)
+            self.recorder.add(Problem("capture", words))
         self._shapes, answers = self.processes.together(log.gemms, self._misfits)
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
@@ -516,7 +537,8 @@ class Sweep:
         left = self.pace.left_s
         sampling = Sampling(budget_s=None if left is None else BENCHMARK_SHARE * left)
         cards, baseline, seed = self.cards, self.baseline.name, self.settings.seed
-        times: Any = benchmark(self.engine, cards, baseline, self._shapes, seed, tell, sampling)
+        shapes = batches.carrying(self._shapes)
+        times: Any = benchmark(self.engine, cards, baseline, shapes, seed, tell, sampling)
         if self.no_trace is None:
             times = with_kernels(self.engine, self.cards, self.baseline.name, self._shapes, times)
         for fact in times:
@@ -538,6 +560,8 @@ class Sweep:
                 card = by_name[name]
                 yield from self._part(f"{name}, round {done + 1}", self._block(card, done), card)
             done += 1
+        if words := batches.spread(self.recorder.snapshot().of(StepTime)):
+            self.recorder.add(Problem("batches", words))
         self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
 
     def _why_stop(self, sampling: Rounds, done: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.plan import Settings
@@ -322,3 +322,51 @@ def profiled_whole(folder: Path, compiled: Any, module: Any) -> Recording:
     trainer(folder, short(folder, progress=False), steps=40).fit(compiled, loader(60))
     assert hooks_of(module) == 0
     return recording_of(folder)
+
+
+class Lengths(Dataset[torch.Tensor]):
+    """Batches of sequences whose length changes from one to the next, or only now and then."""
+
+    def __init__(self, count: int, lengths: list[int]) -> None:
+        self._count, self._lengths = count, lengths
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(self._lengths[index % len(self._lengths)], WIDTH, generator=generator)
+
+
+class OverSequences(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+
+
+def test_lengths_that_change_are_captured_step_by_step_and_their_spread_is_stated(tmp_path: Path) -> None:
+    data = DataLoader(Lengths(200, [16, 40, 24, 48, 32, 8, 64]), batch_size=1)
+    facts = profiled(tmp_path, OverSequences(), data, steps=60)
+    whole(facts)
+    sizes = {fact.elements for fact in facts.of(StepTime)}
+    assert len(sizes) > 3
+    assert not any(fact.discarded for fact in facts.of(StepTime))
+    words = {problem.where: problem.message for problem in facts.of(Problem)}
+    assert (
+        "the linear-layer FLOPs of 5 captured steps are 0.25 to 2.00 times those of the middle one" in words["capture"]
+    )
+    assert "times the median size (elements of their tensors)" in words["batches"]
+    # The third step and the four after it: 24, 48, 32, 8, 64 tokens.
+    assert {gemm.m for gemm in facts.of(Gemm)} == {32}
+
+
+def test_a_length_that_is_rare_does_not_count(tmp_path: Path) -> None:
+    data = DataLoader(Lengths(200, [16, 16, 16, 16, 16, 24]), batch_size=1)
+    facts = profiled(tmp_path, OverSequences(), data, steps=60)
+    whole(facts)
+    assert {fact.elements for fact in facts.of(StepTime) if not fact.discarded} == {16 * WIDTH}
+    assert {fact.discarded for fact in facts.of(StepTime) if fact.elements == 24 * WIDTH} == {
+        "its batches have another size than those of most steps"
+    }
+    assert {dispatch.m for dispatch in facts.of(Dispatch)} == {16}
+    assert not facts.of(Problem)
