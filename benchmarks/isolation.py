@@ -2,7 +2,7 @@
 
     python benchmarks/isolation.py --preset seed           (on a GPU)
     python benchmarks/isolation.py --preset large --recipes fp8_delayed,fp8_block
-    python benchmarks/isolation.py --preset tiny           (on a CPU: fp32 and bf16)
+    python benchmarks/isolation.py --preset tiny --batch 1 --sequence 16         (on a CPU: fp32 and bf16)
 
 Each side runs in a process of its own: a sweep over all recipes, the same with another order of them, and for each
 recipe a sweep over it and the baseline alone. All train the same MiniGPT. A recipe's step agrees if the 95% intervals
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ def measured(options: argparse.Namespace, recipes: list[str], seed: int, folder:
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", folder, "--seed", str(seed)]
     command += ["--preset", options.preset, "--recipes", ",".join(recipes)]
-    for name in ("rounds", "settle", "timed"):
-        command += [f"--{name}", str(getattr(options, name))]
+    for name in ("rounds", "settle", "timed", "batch", "sequence"):
+        if getattr(options, name) is not None:
+            command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError("\n".join((done.stderr or done.stdout).strip().splitlines()[-8:]))
@@ -77,7 +78,8 @@ def child(options: argparse.Namespace) -> None:
 
     warnings.simplefilter("ignore")
     seed_everything(0, verbose=False)
-    on_gpu, config = torch.cuda.is_available(), PRESETS[options.preset]
+    sizes = {name: size for name in ("batch", "sequence") if (size := getattr(options, name))}
+    on_gpu, config = torch.cuda.is_available(), replace(PRESETS[options.preset], **sizes)
     dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     profiler = LowPrecisionProfiler(
         recipes=options.recipes,
@@ -163,6 +165,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="seed", help="of MiniGPT; %(default)s")
     parser.add_argument("--recipes", help="with commas, without the baseline; all that can run here")
+    parser.add_argument("--batch", type=int, help="instead of the preset's")
+    parser.add_argument("--sequence", type=int, help="instead of the preset's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=3)
     parser.add_argument("--timed", type=int, default=6)
