@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
-from lowprec_callback.plan import Settings
+from lowprec_callback.plan import LEAD_STEPS, Settings
 from lowprec_callback.rounds import Rounds
 from lowprec_callback.show import plots
 from tests.fit.models import Tiny, loader, profiler, trainer
@@ -166,7 +166,7 @@ class Dies(Callback):
     """Rank 1 is gone, without a word, just before the ranks tell each other what they captured."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
+        if trainer.global_rank == 1 and trainer.global_step == LEAD_STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
