@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowprec_callback.engines.base import class_name
+from lowprec_callback import arguments, resume, trainer_facts
+from lowprec_callback.blame import in_words
+from lowprec_callback.boundaries import StepWindow
 from lowprec_callback.loggers import log_report
+from lowprec_callback.patches import Patches
 from lowprec_callback.plan import Settings
-from lowprec_callback.ranks import ranks_of, why_not
-from lowprec_callback.recipes import RecipeError, resolve
-from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Status, Training, early_ranges
+from lowprec_callback.progress import say
+from lowprec_callback.ranks import why_not
+from lowprec_callback.recipes import RecipeError
+from lowprec_callback.session import (
+    Continuation,
+    FallbackError,
+    Options,
+    ProfilerError,
+    Session,
+    Status,
+    early_ranges,
+    report_in,
+)
+from lowprec_callback.state import forget_gradients
+from lowprec_callback.te_plugin import take_region_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,9 +41,6 @@ if TYPE_CHECKING:
     from lowprec_callback.report import Report
 else:
     from lightning.pytorch import Callback
-
-ANY_ENGINE = "transformer_engine"
-"""Names of recipes are checked before the engine is known; `resolve` lets a named recipe through for any."""
 
 
 class LowPrecisionProfiler(Callback):
@@ -72,6 +83,9 @@ class LowPrecisionProfiler(Callback):
             beyond the plan. None: four times `rounds`, and none beyond the plan where that is 1.
         step_precision: relative half-width of the 95% interval of a step's time at which no more rounds are taken.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
+        max_seconds: time that the sweep may take. It is shortened to fit as soon as the first steps have shown how
+            long a step takes, and the report says by how much. None for as long as it needs; a Trainer's `max_time`
+            bounds it in any case.
 
     The report calls the model by its attribute `profile_name`, if it has one, else by its class.
 
@@ -109,6 +123,7 @@ class LowPrecisionProfiler(Callback):
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
         max_rounds: int | None = None,
         step_precision: float = 0.02,
+        max_seconds: float | None = None,
     ) -> None:
         super().__init__()
         try:
@@ -124,8 +139,24 @@ class LowPrecisionProfiler(Callback):
                 step_precision=step_precision,
                 guard_steps=guard_steps,
             )
-            for names in (recipes, baseline, continue_with):
-                resolve(names, ANY_ENGINE)
+            arguments.check(
+                {
+                    "recipes": recipes,
+                    "baseline": baseline,
+                    "continue_with": continue_with,
+                    "gemm_benchmark": gemm_benchmark,
+                    "stop_after": stop_after,
+                    "restore": restore,
+                    "log": log,
+                    "progress": progress,
+                    "keep_rank_recordings": keep_rank_recordings,
+                    "fail_on_fallback": fail_on_fallback,
+                    "nvtx": nvtx,
+                    "output_dir": output_dir,
+                    "max_seconds": max_seconds,
+                    "recipe_arguments": recipe_arguments,
+                }
+            )
             if fail_on_fallback and not traced_steps:
                 raise ValueError("fail_on_fallback needs traced_steps: without them nothing tells what ran")
         except (RecipeError, ValueError) as error:
@@ -136,26 +167,33 @@ class LowPrecisionProfiler(Callback):
             settings=settings,
             gemm_benchmark=gemm_benchmark,
             restore=restore,
-            output_dir=output_dir,
+            output_dir=str(output_dir),
             nvtx=nvtx,
             progress=progress,
             keep_rank_recordings=keep_rank_recordings,
             recipe_arguments=dict(recipe_arguments or {}),
+            max_seconds=max_seconds,
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
         self._log = log
         self._fail_on_fallback = fail_on_fallback
-        self._patched: LightningModule | None = None
-        self._step_of_batch = 0
+        self._patches = Patches()
+        self._window = StepWindow()
+        self._micro_batches = 1
+        self._step_hooks: list[Any] = []
         self._started = False
+        self._continuation: Continuation | None = None
         self._te_ranges: TeRanges | None = None
+        self._finished_before: Path | None = None
         self.session: Session | None = None
         self.why_not: str | None = None
 
     @property
     def report(self) -> Report | None:
-        """The finished report."""
+        """The finished report; after resuming from a checkpoint behind the sweep, the one in its run folder."""
+        if self._finished_before is not None:
+            return report_in(self._finished_before)
         return self.session.report if self.session else None
 
     # -- fit -------------------------------------------------------------------------------------------------------
@@ -165,88 +203,131 @@ class LowPrecisionProfiler(Callback):
         if stage != "fit" or self._started:
             return
         if refusal := why_not(trainer.strategy):
-            self._started, self.why_not = True, refusal
-            if trainer.is_global_zero:
-                print(f"lowprec: {refusal}", file=sys.stderr, flush=True)
+            self._started = True
+            self._say_why_not(trainer, refusal)
         else:
             self._te_ranges = early_ranges(self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is on its device and the optimizers exist: open the session."""
-        if self._started:
-            return
-        self._started = True
-        self.session = Session.open(self._options, _training(trainer, pl_module), self._te_ranges)
-        self._patch(pl_module)
-        self.session.start()
+        if self._continue_with is not None and not self._stop_after:
+            self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with)
+        if not self._started:
+            self._started = True
+            if refusal := trainer_facts.refusal(trainer, pl_module):
+                self._say_why_not(trainer, refusal)
+            else:
+                self._open(trainer, pl_module)
+        if not self._sweeping:
+            self._continue(trainer, pl_module)
+
+    def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self._ours(trainer):
+            self._window, self._micro_batches = StepWindow(len(trainer.optimizers)), trainer.accumulate_grad_batches
+            training = trainer_facts.training_of(trainer, pl_module, self._window)
+            self.session = Session.open(self._options, training, self._te_ranges)
+            self._patch(trainer, pl_module)
+            self.session.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the optimizer's step, to see whether this batch completes one."""
-        self._step_of_batch = trainer.global_step
+        if self._sweeping:
+            self._window.batch_begins(trainer.global_step)
+            with self._ours(trainer):
+                self._sweep.sizes.batch(batch)
         if (trial := self._trial) is not None:
             trial.batch_begins()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Backward begins."""
         if self._sweeping:
-            self._sweep.phase("backward")
+            with self._ours(trainer):
+                self._sweep.phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Backward is over."""
         if self._sweeping:
-            self._sweep.phase("")
+            with self._ours(trainer):
+                self._sweep.phase("")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """The optimizer begins; its phase lasts to the end of the step. Gradients are not clipped yet."""
-        if (trial := self._trial) is not None:
-            trial.gradients(optimizer)
         if self._sweeping:
-            self._sweep.phase("optimizer")
+            with self._ours(trainer):
+                if (trial := self._trial) is not None:
+                    trial.gradients(optimizer)
+                self._sweep.phase("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """With gradient accumulation a step is several batches: it is over when the optimizer has stepped."""
-        if not self._sweeping or trainer.global_step == self._step_of_batch:
+        if not self._sweeping:
             return
-        if self._sweep.step_end(_loss_of(outputs)):
+        done = False
+        with self._ours(trainer):
+            if not outputs and pl_module.automatic_optimization:
+                self._sweep.contaminate("training_step returned nothing, so that a part of this step is missing")
+            if self._window.batch_ends(trainer.global_step):
+                batches = self._window.batches
+                if pl_module.automatic_optimization and batches != self._micro_batches:
+                    self._sweep.contaminate(f"micro-batches in this step: {batches}, not {self._micro_batches}")
+                done = self._sweep.step_end(_loss_of(outputs))
+                self._window.again()
+        if done:
             self._complete(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluation inside a step: its time is no training time."""
         if self._sweeping:
-            self._sweep.contaminate("evaluation ran inside this step")
+            with self._ours(trainer):
+                self._sweep.contaminate("evaluation ran inside this step")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Likewise for a checkpoint."""
-        if self._sweeping:
-            self._sweep.contaminate("a checkpoint was written inside this step")
+        """Note in the checkpoint whether the sweep is over. What it holds else, see `_save_checkpoint`."""
+        with self._ours(trainer):
+            if self._finished_before is not None:
+                resume.note(checkpoint, True, self._finished_before)
+            elif self.session is not None:
+                if self._sweeping:
+                    self._sweep.contaminate("a checkpoint was written inside this step")
+                resume.note(checkpoint, self.session.sweep.done, self.session.folder)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A fit that is resumed behind the sweep does not repeat it."""
+        folder = resume.finished_run(checkpoint)
+        if self._started or folder is None or trainer.state.fn != "fit":
+            return
+        self._started, self._finished_before = True, folder
+        self._say_why_not(trainer, f"the sweep was over before this checkpoint: it is not repeated, see {folder}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training is over; so is the sweep, complete or not."""
         if self._sweeping and self.session is not None:
-            self.session.close("shortened", "training ended before the sweep did")
-            self._tell_loggers(trainer)
+            with self._ours(trainer):
+                self.session.close("shortened", "training ended before the sweep did")
+                self._tell_loggers(trainer)
             self._unpatch()
             self._check()
         self._unpatch()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A fit without a single step never came to `on_train_start`."""
-        if not self._started and trainer.is_global_zero:
-            self.why_not = "the fit had no training steps, so nothing was profiled"
-            print(f"lowprec: {self.why_not}", flush=True)
+        if not self._started:
+            self._say_why_not(trainer, "the fit had no training steps, so nothing was profiled")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The user's exception: take everything of ours away, keep what was measured, and let it pass."""
         self._unpatch()
         if isinstance(exception, ProfilerError) and not isinstance(exception, FallbackError):
             self.why_not = str(exception)
-        self._close_te_ranges()
-        if self.session is not None:
-            name = type(exception).__name__
-            status: Status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
-            self.session.close(status, f"{name}: {exception}" if str(exception) else name)
+        with self._ours(trainer):
+            self._close_te_ranges()
+            if self.session is not None:
+                stopped = isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
+                status: Status = "interrupted" if stopped else "failed"
+                name = type(exception).__name__
+                self.session.close(status, f"{name}: {exception}" if str(exception) else name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Whatever happened, nothing of ours stays."""
@@ -272,14 +353,42 @@ class LowPrecisionProfiler(Callback):
     def _trial(self) -> Any:
         return self._sweep.trial if self._sweeping else None
 
+    @contextmanager
+    def _ours(self, trainer: Trainer) -> Iterator[None]:
+        """Around everything of our own: if it fails, the sweep ends, and the training goes on as without us.
+
+        Not with several ranks: the others would wait in the sweep for one that goes on alone.
+        """
+        try:
+            yield
+        except ProfilerError:
+            raise
+        except Exception as error:
+            if trainer.world_size > 1:
+                raise
+            reason = f"the profiler itself failed ({in_words(error)})"
+            self._unpatch()
+            if self.session is not None:
+                with suppress(Exception):
+                    self.session.close("failed", reason)
+            self._say_why_not(trainer, f"{reason}; the training goes on without it")
+
+    def _say_why_not(self, trainer: Trainer, sentence: str) -> None:
+        self.why_not = sentence
+        if trainer.is_global_zero:
+            say(f"lowprec: {sentence}")
+
     def _complete(self, trainer: Trainer) -> None:
         assert self.session is not None
-        self.session.close("finished")
-        self._tell_loggers(trainer)
-        if self._continue_with is None or self._stop_after:
-            self._unpatch()
+        with self._ours(trainer):
+            cut = self._sweep.cut
+            self.session.close("shortened" if cut else "finished", cut)
+            self._tell_loggers(trainer)
+        self._unpatch()
         if self._stop_after:
             trainer.should_stop = True
+        else:
+            self._continue(trainer, trainer.lightning_module)
         self._check()
 
     def _tell_loggers(self, trainer: Trainer) -> None:
@@ -292,68 +401,110 @@ class LowPrecisionProfiler(Callback):
         if self._fail_on_fallback and self.session is not None:
             self.session.raise_on_fallback()
 
-    @contextmanager
-    def _region(self) -> Iterator[None]:
-        assert self.session is not None
-        if self._sweeping:
-            with self._sweep.region():
-                yield
+    def _continue(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Train on in `continue_with`: after the sweep, in a second fit, and after resuming behind the sweep."""
+        continuation = self._continuation
+        if continuation is None:
             return
-        card = self.session.cards.get(self._continue_with or "")
-        if card is None:
-            yield
-            return
-        with self.session.engine.region(card):
-            yield
-
-    def _patch(self, pl_module: LightningModule) -> None:
-        """Wrap this module's `training_step`, innermost, so that the recipe wins over the precision plugin's region."""
         original: Callable[..., Any] = pl_module.training_step
 
         @wraps(original)  # Lightning reads from the signature whether the step takes a batch index
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if (trial := self._trial) is None:
-                with self._region():
-                    return original(*args, **kwargs)
-            args, kwargs = trial.inputs(args, kwargs)
-            with self._region():
-                output = original(*args, **kwargs)
-            trial.computed(output)
-            return output
+            with continuation.region():
+                return original(*args, **kwargs)
 
-        self._own_step = pl_module.__dict__.get("training_step")
-        self._patched = pl_module
-        pl_module.__dict__["training_step"] = training_step
+        self._patches.put(pl_module, "training_step", training_step)
+        take_region_over(trainer.precision_plugin, self._patches)
+
+    def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stand in for what the sweep must be around; `_unpatch` takes it away again.
+
+        `training_step` is wrapped innermost, so that the recipe wins over the precision plugin's region.
+        """
+        step: Callable[..., Any] = pl_module.training_step
+        backward: Callable[..., Any] = pl_module.backward
+        save: Callable[..., Any] = trainer.save_checkpoint
+
+        @wraps(step)  # Lightning reads from the signature whether the step takes a batch index
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            trial = self._trial
+            if trial is not None:
+                with self._ours(trainer):
+                    args, kwargs = trial.inputs(args, kwargs)
+            try:
+                with self._region(trainer):
+                    output = step(*args, **kwargs)
+            except Exception as error:
+                if not (self._sweeping and self._sweep.blame(error)):
+                    raise
+            else:
+                if trial is not None:
+                    with self._ours(trainer):
+                        trial.computed(output)
+                return output
+            with self._region(trainer):  # the baseline's, now
+                return step(*args, **kwargs)
+
+        def backward_(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return backward(*args, **kwargs)
+            except Exception as error:
+                if not (self._sweeping and self._sweep.blame(error)):
+                    raise
+                forget_gradients(pl_module)
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self._sweeping:
+                with self._ours(trainer):
+                    self._sweep.step_aside("a checkpoint was written inside this step")
+            try:
+                return save(*args, **kwargs)
+            finally:
+                if self._sweeping:
+                    with self._ours(trainer):
+                        self._sweep.step_back()
+
+        self._patches.put(pl_module, "training_step", training_step)
+        self._patches.put(pl_module, "backward", backward_)
+        self._patches.put(trainer, "save_checkpoint", save_checkpoint)
+        take_region_over(trainer.precision_plugin, self._patches)
+        if not pl_module.automatic_optimization:
+            self._step_hooks = [
+                optimizer.register_step_post_hook(self._after_step(trainer, index))
+                for index, optimizer in enumerate(trainer.optimizers)
+            ]
+
+    def _after_step(self, trainer: Trainer, index: int) -> Callable[..., None]:
+        """With manual optimization, steps lie inside `training_step`, and more of it follows them."""
+
+        def hook(*_: Any) -> None:
+            if self._sweeping:
+                self._window.optimizer_steps(index)
+                with self._ours(trainer):
+                    if self._sweep.inside:
+                        self._sweep.phase("forward")
+
+        return hook
+
+    @contextmanager
+    def _region(self, trainer: Trainer) -> Iterator[None]:
+        """The sweep's region, while it runs. One that cannot even be entered is the recipe's fault, or else ours."""
+        with ExitStack() as stack:
+            if self._sweeping:
+                with self._ours(trainer):
+                    try:
+                        stack.enter_context(self._sweep.region())
+                    except Exception as error:
+                        if not self._sweep.blame(error):
+                            raise
+                        stack.enter_context(self._sweep.region())
+            yield
 
     def _unpatch(self) -> None:
-        if self._patched is None:
-            return
-        if self._own_step is not None:
-            self._patched.__dict__["training_step"] = self._own_step
-        else:
-            self._patched.__dict__.pop("training_step", None)
-        self._patched = None
+        self._patches.undo()
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
 
 
 def _loss_of(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, dict) else outputs
-
-
-def _training(trainer: Trainer, pl_module: LightningModule) -> Training:
-    """Read from the Trainer what a session needs to know."""
-    total = trainer.estimated_stepping_batches
-    left = None if math.isinf(total) or total < 0 else int(total) - trainer.global_step
-    return Training(
-        model=pl_module,
-        device=pl_module.device,
-        name=str(getattr(pl_module, "profile_name", class_name(pl_module))),
-        optimizers=trainer.optimizers,
-        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
-        scaler=getattr(trainer.precision_plugin, "scaler", None),
-        steps_left=left,
-        micro_batches=trainer.accumulate_grad_batches,
-        other_progress_bar=trainer.progress_bar_callback is not None,
-        speaks=trainer.is_global_zero,
-        processes=ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size),
-        holder=trainer.strategy.model,
-    )
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs

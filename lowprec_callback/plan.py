@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-LEAD_STEPS = 2
-"""One step to warm up (compilation, allocator), one to capture the shapes."""
+from lowprec_callback.pace import Pace, in_words
+
+LEAD_STEPS = 3
+"""One step to warm up (compilation, allocator), one whose time says how long the sweep will take, one to capture the
+shapes."""
 
 WITNESS_STEPS = 2
 """Before the traced steps of a recipe: one in which operands and memory are watched, and one under the new profiler
@@ -83,6 +88,14 @@ class Settings:
         guarded = (recipes + 1) * (self.guard_steps + GUARD_SETTLE) if self.guard_steps else 0
         return LEAD_STEPS + self.rounds * self.round_steps(recipes) + recipes * (traced + captured) + guarded
 
+    def seconds(self, recipes: int, plain_s: float, watched_s: float) -> float:
+        """About what the steps after the first `LEAD_STEPS` take [s]: watched steps x watched_s + others x plain_s.
+
+        plain_s: of a step with nothing attached; watched_s: of one with all watchers, which traced steps have too.
+        """
+        watched = recipes * (self.traced_steps + WITNESS_STEPS) if self.traced_steps else 0
+        return watched * watched_s + (self.steps(recipes) - LEAD_STEPS - watched) * plain_s
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -92,6 +105,71 @@ class Fitted:
     shrunk: str | None
     spare: int | None = None
     """Optimizer steps that the fit has beyond the plan; None if it has no end."""
+
+
+_FLOORS = (
+    ("rounds", 2),
+    ("timed_steps", 4),
+    ("traced_steps", 1),
+    ("guard_steps", 2),
+    ("settle_steps", 2),
+    ("nvtx_steps", 1),
+    ("rounds", 1),
+    ("timed_steps", 2),
+    ("settle_steps", 1),
+    ("nvtx_steps", 0),
+    ("guard_steps", 0),
+    ("traced_steps", 0),
+)
+"""What gives way, in this order, and down to what."""
+
+
+def _shrink(asked: Settings, fits: Callable[[Settings], bool]) -> Settings:
+    """The settings cut in the order of `_FLOORS` until they fit, or to the last floor."""
+    settings = asked
+    for name, floor in _FLOORS:
+        while getattr(settings, name) > floor and not fits(settings):
+            settings = replace(settings, **{name: getattr(settings, name) - 1})
+    return settings
+
+
+def fit_time(asked: Settings, recipes: int, seconds: float, plain_s: float, watched_s: float) -> Fitted:
+    """Shrink the plan until what is left of it after the lead fits into `seconds`, or to the smallest that there is.
+
+    Args:
+        asked: the settings so far.
+        recipes: how many recipes run.
+        seconds: what is left.
+        plain_s: one step with nothing attached [s].
+        watched_s: one step with all watchers attached [s].
+    """
+    got = _shrink(asked, lambda settings: settings.seconds(recipes, plain_s, watched_s) <= seconds)
+    if got == asked:
+        return Fitted(asked, None)
+    left = f"{in_words(seconds)} are left" if seconds else "no time is left"
+    needs = in_words(asked.seconds(recipes, plain_s, watched_s))
+    return Fitted(got, _explain(asked, got, f"{left} and the plan takes about {needs}"))
+
+
+def refit(asked: Settings, recipes: int, steps_left: int | None, pace: Pace) -> Fitted:
+    """What is left of the plan after its lead, fitted again to the steps and to the time that there really are.
+
+    Args:
+        asked: the settings so far.
+        recipes: how many recipes still run.
+        steps_left: optimizer steps left in the fit; None if there is no end to them.
+        pace: the time that is left, and what steps take.
+    """
+    fitted = Fitted(asked, None)
+    if steps_left is not None:
+        with suppress(PlanError):  # then it ends with the fit
+            fitted = fit(asked, recipes, steps_left + LEAD_STEPS)
+    left = pace.left_s
+    if left is None or pace.plain_s is None or pace.watched_s is None:
+        return fitted
+    again = fit_time(fitted.settings, recipes, left, pace.plain_s, pace.watched_s)
+    texts = "; ".join(text for text in (fitted.shrunk, again.shrunk) if text)
+    return Fitted(again.settings, texts or None, fitted.spare)
 
 
 def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
@@ -116,33 +194,17 @@ def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
         return Fitted(asked, None, available - asked.steps(recipes))
     if available <= 0:
         raise PlanError("the fit has no training steps, so there is nothing to profile")
-    floors = (
-        ("rounds", 2),
-        ("timed_steps", 4),
-        ("traced_steps", 1),
-        ("guard_steps", 2),
-        ("settle_steps", 2),
-        ("nvtx_steps", 1),
-        ("rounds", 1),
-        ("timed_steps", 2),
-        ("settle_steps", 1),
-        ("nvtx_steps", 0),
-        ("guard_steps", 0),
-        ("traced_steps", 0),
-    )
-    settings = asked
-    for name, floor in floors:
-        while getattr(settings, name) > floor and settings.steps(recipes) > available:
-            settings = replace(settings, **{name: getattr(settings, name) - 1})
+    settings = _shrink(asked, lambda shorter: shorter.steps(recipes) <= available)
     if settings.steps(recipes) > available:
         raise PlanError(
             f"the fit has {_count(available, 'training step')} left; the smallest plan for "
             f"{_count(recipes, 'recipe')} takes {settings.steps(recipes)}: train longer, or name fewer recipes"
         )
-    return Fitted(settings, _explain(asked, settings, recipes, available), 0)
+    why = f"the fit has {_count(available, 'training step')} and the full plan takes {asked.steps(recipes)}"
+    return Fitted(settings, _explain(asked, settings, why), 0)
 
 
-def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> str:
+def _explain(asked: Settings, got: Settings, why: str) -> str:
     names = ("rounds", "settle_steps", "timed_steps", "traced_steps", "nvtx_steps", "guard_steps")
     cuts = [f"{n} {getattr(asked, n)} -> {getattr(got, n)}" for n in names if getattr(asked, n) != getattr(got, n)]
     before, after = asked.rounds * asked.timed_steps, got.rounds * got.timed_steps
@@ -169,10 +231,7 @@ def _explain(asked: Settings, got: Settings, recipes: int, available: int) -> st
         costs.append(f"the numerics guard compares {_count(got.guard_steps, 'step')} a recipe")
     if got.nvtx_steps == 0 < asked.nvtx_steps:
         costs.append("no steps inside the capture window")
-    return (
-        f"the fit has {_count(available, 'training step')} and the full plan takes {asked.steps(recipes)}, so it was "
-        f"cut ({', '.join(cuts)}). What this costs: {'; '.join(costs)}"
-    )
+    return f"{why}, so it was cut ({', '.join(cuts)}). What this costs: {'; '.join(costs)}"
 
 
 def _count(number: int, what: str) -> str:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
+
+
+@contextmanager
+def beside_bars(stream: IO[Any]) -> Iterator[None]:
+    """What is printed inside stands on lines of its own, also while bars of tqdm are on the terminal.
+
+    Those of rich take care of that themselves. Nothing is imported for it: where tqdm is not loaded, it has no bar.
+    """
+    module = sys.modules.get("tqdm")
+    if module is None:
+        yield
+        return
+    with module.tqdm.external_write_mode(file=stream):
+        yield
+
+
+def say(text: str) -> None:
+    """A line for a person, on standard error. Where nobody can read it any more, nothing happens."""
+    with suppress(OSError, ValueError), beside_bars(sys.stderr):
+        print(text, file=sys.stderr, flush=True)
 
 
 class LineProgress:
@@ -24,7 +46,7 @@ class LineProgress:
         if begun == self._last[0] and time.monotonic() - self._last[1] < self._every_s:
             return
         self._last = (begun, time.monotonic())
-        print(f"lowprec: step {done}/{total}, {what}", file=sys.stderr, flush=True)
+        say(f"lowprec: step {done}/{total}, {what}")
 
     def close(self) -> None:
         """See `sweep.Progress`."""

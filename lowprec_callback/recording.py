@@ -312,6 +312,8 @@ class StepTime(Fact):
     """The same interval on the host's monotonic clock."""
     discarded: str | None = None
     """Why this sample does not count (evaluation ran inside it, a checkpoint was written...)."""
+    elements: int | None = None
+    """Elements of all tensors in the step's batches; None where nobody looked."""
     attached: str | None = None
     """The profiler that watched this step after all, where the Recording was made from its capture: it slows the
     host, so that the step may be longer than it is without."""
@@ -1017,6 +1019,11 @@ class Recorder:
         if file is not None:
             with suppress(OSError):
                 file.close()
+
+    def __del__(self) -> None:
+        """A session that never came to its end leaves no open file."""
+        if getattr(self, "_file", None) is not None:
+            self.close()
 
     def __enter__(self) -> Recorder:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,10 @@ from lowprec_callback.engines.te_nvtx import TeRanges
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
+from lowprec_callback.pace import Pace
 from lowprec_callback.plan import PlanError, Settings
-from lowprec_callback.progress import make_progress
+from lowprec_callback.progress import beside_bars, make_progress
+from lowprec_callback.progress import say as say_aloud
 from lowprec_callback.rank_session import Found, agree, gather_summaries
 from lowprec_callback.ranks import Alone, RankError, Ranks
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
@@ -64,6 +67,7 @@ class Options:
     progress: bool = True
     keep_rank_recordings: bool = False
     recipe_arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,12 @@ class Training:
     """Those that train together."""
     holder: nn.Module | None = None
     """The module that holds all parameters, where a strategy wraps the model in one of its own."""
+    seconds_left: float | None = None
+    """Seconds until the fit ends; None if no time is set for it."""
+    steps_left_now: Callable[[], int | None] = lambda: None
+    """Optimizer steps left, asked at the end of a step, when the first have shown what a step is."""
+    averages: Sequence[nn.Module] = ()
+    """Modules beside the model that follow its weights, and are restored with it."""
 
 
 @dataclass
@@ -115,7 +125,7 @@ class Session:
         Raises:
             ProfilerError: no plan fits, a recipe is unknown, or none of the recipes that were named can run.
         """
-        say = _printer() if training.speaks else _silent
+        say = say_aloud if training.speaks else _silent
         processes = training.processes
         ranges = Ranges(wants_nvtx(options))
         te_ranges = te_ranges or early_ranges(options)
@@ -166,6 +176,9 @@ class Session:
             scaler=training.scaler,
             processes=processes,
             optimizers=training.optimizers,
+            pace=Pace(_shorter(options.max_seconds, training.seconds_left)),
+            steps_left=training.steps_left_now,
+            say=say,
         )
         no_guard = _why_no_guard(options, fitted.settings)
         recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk, no_guard))
@@ -249,12 +262,51 @@ class Session:
             plots = save_all(self.report, self.folder)
             files = [html.FILE_NAME, report.FILE_NAME, *(plot.path.name for plot in plots if plot.path)]
             html.save(self.report, self.folder / html.FILE_NAME, files)
-            print_report(self.report, files=files)
+            with beside_bars(sys.stdout):
+                print_report(self.report, files=files)
         except Exception as error:
             self.say(
                 f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "
                 f"is in {self.recorder.path}: show it with `lowprec report {self.folder}`"
             )
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Training in one recipe, with no sweep around it."""
+
+    engine: Engine
+    card: RecipeCard
+
+    @staticmethod
+    def of(options: Options, model: nn.Module, device: torch.device, recipe: str) -> Continuation:
+        """Prepare, and prove that it can be done.
+
+        Raises:
+            ProfilerError: the recipe is unknown, or cannot run here.
+        """
+        engine = choose_engine(model, device)
+        try:
+            card = resolve([recipe], engine.name)[0].with_arguments(options.recipe_arguments.get(recipe, {}))
+        except RecipeError as error:
+            raise ProfilerError(f"continue_with: {error}") from error
+        with Rng.kept():
+            reason = engine.refusal(card) or engine.probe(card)
+        if reason is not None:
+            raise ProfilerError(f"continue_with: {card.name} cannot run here: {reason.reason} ({reason.source})")
+        return Continuation(engine, card)
+
+    def region(self) -> AbstractContextManager[Any]:
+        """The context for one forward pass."""
+        return self.engine.region(self.card)
+
+
+def report_in(folder: Path) -> Report | None:
+    """The report of a run that is over; None where it is no longer there or cannot be read."""
+    try:
+        return report.load_report(folder)
+    except (OSError, ValueError):
+        return None
 
 
 def wants_nvtx(options: Options) -> bool:
@@ -297,7 +349,8 @@ def _require(baseline: RecipeCard, refused: Iterable[tuple[RecipeCard, NotRun]])
 
 
 def _take_snapshot(training: Training) -> Snapshot:
-    return Snapshot.take(training.holder or training.model, training.optimizers, training.schedulers, training.scaler)
+    holder = training.holder or training.model
+    return Snapshot.take(holder, training.optimizers, training.schedulers, training.scaler, training.averages)
 
 
 def _model_fact(training: Training, engine: Engine) -> Model:
@@ -313,6 +366,15 @@ def _model_fact(training: Training, engine: Engine) -> Model:
         linear_modules={layer.path: layer.family for layer in engine.linear_layers()},
         rank_bytes=here if here < nbytes else None,
     )
+
+
+FIT_MARGIN = 0.9
+"""Share of the time until the fit ends by its own limit that the sweep counts on: the report wants some of it too."""
+
+
+def _shorter(max_seconds: float | None, left: float | None) -> float | None:
+    limits = [limit for limit in (max_seconds, None if left is None else FIT_MARGIN * left) if limit is not None]
+    return min(limits) if limits else None
 
 
 def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None, no_guard: str | None) -> Plan:
@@ -375,13 +437,6 @@ def _make_folder(output_dir: str, name: str) -> tuple[Path, str | None]:
 def _device(recorder: Recorder) -> str:
     environment_ = recorder.snapshot().last(Environment)
     return environment_.device if environment_ else "unknown"
-
-
-def _printer() -> Callable[[str], None]:
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    return say
 
 
 def _silent(_text: str) -> None:

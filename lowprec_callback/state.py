@@ -149,7 +149,10 @@ class _KeptOptimizer:
         # A callback may have added groups since (parameters that it unfroze): they are the user's, and stay.
         for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
             for key in [k for k in group if k not in kept and k != "params"]:
-                del group[key]  # some optimizers count their steps here, from the first step on
+                # Some optimizers count their steps here, from the first step on. What is no count is somebody else's
+                # (a schedule that another callback has put in since, and that needs its settings).
+                if isinstance(group[key], int | torch.Tensor):
+                    del group[key]
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
@@ -176,6 +179,7 @@ class Snapshot:
         optimizers: Iterable[torch.optim.Optimizer],
         schedulers: Iterable[Any] = (),
         scaler: Any = None,
+        averages: Iterable[nn.Module] = (),
     ) -> Snapshot:
         """Copy the state to the host.
 
@@ -184,8 +188,11 @@ class Snapshot:
             optimizers: PyTorch optimizers.
             schedulers: anything with `state_dict` and `load_state_dict`.
             scaler: a `torch.amp.GradScaler` or None.
+            averages: modules beside the model that follow its weights.
         """
-        tensors = [_Kept.of(t) for t in (*model.parameters(), *model.buffers())]
+        owners = (model, *averages)
+        found = {id(t): t for owner in owners for t in (*owner.parameters(), *owner.buffers())}
+        tensors = [_Kept.of(t) for t in found.values()]
         stateful = [(s, copy.deepcopy(s.state_dict())) for s in (*schedulers, scaler) if s is not None]
         return Snapshot(
             tensors=tensors,
@@ -198,6 +205,18 @@ class Snapshot:
             optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],
             stateful=stateful,
             training=[(module, module.training) for module in model.modules()],
+            rng=Rng.take(),
+        )
+
+    def again(self) -> Snapshot:
+        """A copy of the present state of the same objects."""
+        return Snapshot(
+            tensors=[_Kept.of(kept.tensor) for kept in self.tensors],
+            places=[(holder, name, holder.get(name)) for holder, name, _ in self.places],
+            gradients=[(p, None if p.grad is None else _Kept.of(p.grad)) for p, _ in self.gradients],
+            optimizers=[_KeptOptimizer.of(kept.optimizer) for kept in self.optimizers],
+            stateful=[(owner, copy.deepcopy(owner.state_dict())) for owner, _ in self.stateful],
+            training=[(module, module.training) for module, _ in self.training],
             rng=Rng.take(),
         )
 
@@ -230,6 +249,17 @@ class Snapshot:
             module.training = mode
         self.rng.restore()
         return ("parameters and buffers", "optimizer", "learning-rate schedulers and loss scaler", "random generators")
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """After a backward that broke off: the optimizer finds gradients, as it must, and they change nothing.
+
+    A loss scaler insists on at least one gradient; so where there are none, all become zero.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    having = [parameter for parameter in trained if parameter.grad is not None]
+    for parameter in having or trained:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 @dataclass

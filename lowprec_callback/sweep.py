@@ -12,17 +12,20 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
+from lowprec_callback.blame import RecipeFailed, in_words, raised_by_library
 from lowprec_callback.engines.base import Around, Engine
 from lowprec_callback.guard import NumericsGuard, TrialStep
-from lowprec_callback.measure import memory
+from lowprec_callback.measure import batches, memory
+from lowprec_callback.measure.batches import StepSizes
 from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
-from lowprec_callback.measure.gemms import benchmark
+from lowprec_callback.measure.eager import compiled_modules, eagerly
+from lowprec_callback.measure.gemms import Sampling, benchmark, expected_s, jobs_of
 from lowprec_callback.measure.held import MemoryWatch
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.module_bench import module_times
@@ -32,14 +35,38 @@ from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
-from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds
+from lowprec_callback.pace import Pace
+from lowprec_callback.pace import in_words as time_in_words
+from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds, refit
 from lowprec_callback.ranks import Alone, Ranks, first_reason
 from lowprec_callback.recipes import RecipeCard
-from lowprec_callback.recording import End, Gemm, Loss, Problem, Recorder, Refusal, Restored, Role, Sampled
+from lowprec_callback.recording import (
+    End,
+    Fact,
+    Gemm,
+    Loss,
+    Plan,
+    Problem,
+    Recorder,
+    Refusal,
+    Restored,
+    Role,
+    Sampled,
+    StepTime,
+)
 from lowprec_callback.rounds import Rounds, widest
 from lowprec_callback.state import Snapshot
 
 Steps = Generator[None, None, None]
+
+CHANGING = 4
+"""More steps that are captured, where batches change in size from step to step."""
+
+TRIES = 4
+"""Times that a watched step is looked at again, if evaluation or the like ran inside it."""
+
+BENCHMARK_SHARE = 0.3
+"""Share of the time that is left which the GEMM benchmark may take, where there is a limit."""
 
 
 class Progress(Protocol):
@@ -71,6 +98,9 @@ class Sweep:
         scaler: the training's `torch.amp.GradScaler` or None.
         processes: those that train together; all run this sweep in lockstep.
         optimizers: whose state is counted when memory is watched.
+        pace: the sweep's own clock, and when its time is up.
+        steps_left: tells how many steps the fit has left, asked when the first have shown what a step is.
+        say: a line for a person.
     """
 
     engine: Engine
@@ -87,10 +117,19 @@ class Sweep:
     scaler: Any = None
     processes: Ranks = field(default_factory=Alone)
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    pace: Pace = field(default_factory=Pace)
+    steps_left: Callable[[], int | None] = lambda: None
+    say: Callable[[str], None] = lambda _text: None
 
     done: bool = False
     card: RecipeCard | None = None
     """The recipe that runs now; None outside the sweep."""
+    inside: bool = False
+    """Whether a forward pass runs now, in our region."""
+    sizes: StepSizes = field(default_factory=StepSizes)
+    """Told of every batch."""
+    cut: str | None = None
+    """Why parts of the plan were left out."""
     trial: TrialStep | None = None
     """In a step of the numerics guard: what to call around its forward passes and before its optimizer."""
 
@@ -111,6 +150,13 @@ class Sweep:
     _sampling: Rounds | None = None
     _autocast: torch.dtype | None = None
     """The type of the `torch.autocast` region that the user's step runs in."""
+    _ended: bool = False
+    _dirty: str | None = None
+    """Why the step that runs does not count."""
+    _failed: RecipeFailed | None = None
+    _aside: Snapshot | None = None
+    """The sweep's own state, while somebody is shown the user's."""
+    _memory_read: list[Fact] = field(default_factory=list)
 
     @property
     def baseline(self) -> RecipeCard:
@@ -126,6 +172,7 @@ class Sweep:
 
     def start(self) -> None:
         """Begin: the next optimizer step is the sweep's."""
+        self.pace.start()
         self.engine.save()
         self._script = self._run()
         next(self._script)
@@ -134,12 +181,18 @@ class Sweep:
     @contextmanager
     def region(self) -> Iterator[None]:
         """The context for one forward pass."""
+        if self._failed is not None:
+            memory.clean(self.engine.device)  # what the recipe that failed has left, the reason for it perhaps
         self.phase("forward")
         kind = self.engine.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         timed = self._forward.forward() if self._forward is not None else nullcontext()
         with timed, self.engine.region(self.card) if self.card else nullcontext():
-            yield
+            self.inside = True
+            try:
+                yield
+            finally:
+                self.inside = False
         self.phase("")
 
     def phase(self, name: Literal["data", "forward", "backward", "optimizer", ""]) -> None:
@@ -165,9 +218,52 @@ class Sweep:
             self._memory.begins(name)
 
     def contaminate(self, reason: str) -> None:
-        """Something that is no part of training happened inside this step: its time does not count."""
+        """Something that is no part of training happened inside this step: its time does not count.
+
+        A step that is watched is watched again.
+        """
+        self._dirty = self._dirty or reason
         if self._clock is not None:
             self._clock.discard(reason)
+
+    def blame(self, error: BaseException) -> bool:
+        """An exception ended a forward or a backward pass. Whether the recipe is at fault, and not the user's code.
+
+        If so, the rest of the step runs in the baseline, and the recipe is given up when the step is over. Never with
+        several ranks: the others would wait for this one in the middle of the step.
+        """
+        if self.processes.size > 1 or self._failed is not None or not raised_by_library(error):
+            return False
+        if self.card is None or self.card is self.baseline:
+            return False
+        self._failed = RecipeFailed(self.card, in_words(error))
+        self.card = self.baseline
+        self.contaminate(f"{self._failed.card.name} failed inside this step")
+        return True
+
+    def step_aside(self, reason: str) -> None:
+        """Somebody looks at the state (to save it): show them the user's, from before the sweep, until `step_back`.
+
+        Without a snapshot the sweep's steps are training, and only the quantization state is the user's.
+        """
+        self.contaminate(reason)
+        if self.inside:  # a region is open, whose exit needs the state that it was entered with
+            self.recorder.add(Problem("checkpoint", "one was written inside training_step: it holds the sweep's state"))
+            return
+        self.engine.restore()
+        self.engine.save()
+        if self.snapshot is not None:
+            self._aside = self.snapshot.again()
+            self.snapshot.restore()
+
+    def step_back(self) -> None:
+        """The sweep's own state again; the recipe's quantization state from its beginning."""
+        if self.inside:
+            return
+        self.engine.switch()
+        if self._aside is not None:
+            self._aside.restore()
+            self._aside = None
 
     def step_end(self, loss: Any = None) -> bool:
         """An optimizer step is over. Returns whether the sweep is."""
@@ -176,9 +272,14 @@ class Sweep:
         # Detached: an undetached loss would keep its whole graph alive to the end of the block.
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._steps_done += 1
+        self._note_size()
         self._close_step()
+        failed, self._failed = self._failed, None
         try:
-            next(self._script)
+            if failed is not None:
+                self._script.throw(failed)
+            else:
+                next(self._script)
         except StopIteration:
             self.done = True
         if self.progress is not None:
@@ -187,51 +288,161 @@ class Sweep:
             self._open_step()
         return self.done
 
+    def _note_size(self) -> None:
+        elements, odd = self.sizes.step()
+        if self._clock is not None and elements:
+            self._clock.size(elements)
+        if odd:
+            self.contaminate("its batches have another size than those of most steps")
+
     def finish(
         self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None
     ) -> None:
         """End the sweep: take every watcher away, restore, and write the last line. Idempotent."""
-        if self._script is None:
+        if self._ended:
             return
+        self._ended = True
         script, self._script = self._script, None
         self.done, self.card, self._clock, self._forward, self.trial = True, None, None, None, None
-        self._memory = None
-        # A broken CUDA context cannot be waited for, and must not raise over the user's own exception.
-        with suppress(RuntimeError):
-            self._close_step()
-        # Closing the script runs the exits of every `with` it stands in: hooks and patches go.
-        script.close()
-        self.engine.restore()
-        try:
-            parts = self.snapshot.restore() if self.snapshot is not None else ()
-            self.recorder.add(Restored(parts=parts, asked=self.snapshot is not None))
-            memory.clean(self.engine.device)
-        except RuntimeError as error:
-            # A broken CUDA context takes the model with it; the user's own exception matters more than this one.
-            self.recorder.add(Problem("restore", f"the state could not be put back: {error}"))
+        self._memory = self._aside = None
+        # Whatever one of these meets (a broken CUDA context, a tracer that cannot stop), the others are tried as well,
+        # and nothing is raised over the user's own exception. Closing the script runs the exits of every `with` that
+        # it stands in: hooks and patches go.
+        close = script.close if script is not None else (lambda: None)
+        for end in (self._close_step, close, self.engine.restore, self._put_back):
+            try:
+                end()
+            except Exception as error:
+                with suppress(Exception):
+                    self.recorder.add(Problem("restore", f"the state could not be put back: {in_words(error)}"))
         self.snapshot, self._loss = None, None
         self.recorder.add(End(status, reason))
         if self.progress is not None:
             self.progress.close()
+
+    def _put_back(self) -> None:
+        parts = self.snapshot.restore() if self.snapshot is not None else ()
+        self.recorder.add(Restored(parts=parts, asked=self.snapshot is not None))
+        memory.clean(self.engine.device)
 
     # -- the script ------------------------------------------------------------------------------------------------
 
     def _run(self) -> Steps:
         self._use(self.baseline)
         yield
-        yield from self._capture()
+        yield from self._first_look()
         if self.gemm_benchmark:
-            self._benchmark()
+            self._try("GEMM benchmark", self._benchmark)
+        self._fit_plan()
         yield from self._rounds()
         if self.settings.traced_steps and self.no_trace is None:
-            for card in self.cards:
-                yield from self._traced(card)
+            for card in list(self.cards):
+                yield from self._part(f"trace of {card.name}", self._traced(card), card)
         elif self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
         if self.settings.nvtx_steps:
-            yield from self._captured()
+            yield from self._part("capture window", self._captured())
         if self.settings.guard_steps and self.snapshot is not None:
-            yield from self._guarded(self.snapshot)
+            yield from self._part("numerics guard", self._guarded(self.snapshot))
+
+    def _part(self, what: str, steps: Steps, card: RecipeCard | None = None) -> Steps:
+        """One part of the script, if there is time for it. If its recipe or our own watching fails, the others go on.
+
+        Of several ranks none goes on alone: what fails on one ends its process, as any failure does.
+        """
+        if (card is not None and card not in self.cards) or not self._has_time(what):
+            return
+        try:
+            yield from steps
+        except RecipeFailed as failure:
+            self._give_up(failure)
+        except Exception as error:
+            if self.processes.size > 1:
+                raise
+            self.recorder.add(Problem(what, in_words(error)))
+        else:
+            return
+        # What the part has set, it did not live to take away.
+        self.card, self.trial, self._clock, self._forward, self._memory = None, None, None, None, None
+        self._traced_step, self._step_word = None, "step"
+        memory.clean(self.engine.device)
+
+    def _try(self, what: str, do: Callable[[], None]) -> None:
+        """Something of our own that takes no step: if it fails, it is missing, and memory is given back."""
+        try:
+            do()
+        except Exception as error:
+            if self.processes.size > 1:
+                raise
+            self.recorder.add(Problem(what, in_words(error)))
+            memory.clean(self.engine.device)
+
+    def _give_up(self, failure: RecipeFailed) -> None:
+        self.cards.remove(failure.card)
+        timed = any(fact.recipe == failure.card.name for fact in self.recorder.snapshot().of(StepTime))
+        reason = f"it failed in training_step or its backward, where the baseline does not: {failure.reason}"
+        if timed:
+            self.recorder.add(Problem(failure.card.name, f"given up: {reason}"))
+        else:
+            self.recorder.add(Refusal(failure.card.name, reason, "the model's own step"))
+        self.say(f"lowprec: {failure.card.name} is given up: {reason}")
+
+    def _first_look(self) -> Steps:
+        """A plain step of the baseline, for its time, and a watched one, for its shapes; then how long it will take."""
+        now, device = self.pace.now, self.engine.device
+        synchronize(device)
+        begin = now()
+        yield
+        synchronize(device)
+        self.pace.plain_s, begin = now() - begin, now()
+        yield from self._part("capture", self._capture())
+        self._use(self.baseline)
+        self.pace.watched_s = max(self.pace.plain_s, now() - begin)
+        steps_s = self.settings.seconds(len(self.cards), self.pace.plain_s, self.pace.watched_s)
+        bench_s = expected_s(jobs_of(self._shapes, self.cards, self.baseline.name)) if self.gemm_benchmark else 0.0
+        also = f", the GEMM benchmark {time_in_words(bench_s)} of it" if bench_s else ""
+        self.say(
+            f"lowprec: a step takes about {time_in_words(self.pace.plain_s)}, so the rest of the sweep about "
+            f"{time_in_words(steps_s + bench_s)}{also}"
+        )
+
+    def _fit_plan(self) -> None:
+        """Shorten what is left of the plan, if the fit has fewer steps than it seemed, or time is short."""
+        before, last = self.settings, self.recorder.snapshot().last(Plan)
+        fitted = refit(before, len(self.cards), self.steps_left(), self.pace)
+        self.settings, spare, shrunk = self.processes.from_zero((fitted.settings, fitted.spare, fitted.shrunk))
+        if self.spare_steps is not None and spare is not None:
+            self.spare_steps = min(self.spare_steps, spare)
+        if self.settings == before or last is None or shrunk is None:
+            return
+        s = self.settings
+        self.recorder.add(
+            replace(
+                last,
+                rounds=s.rounds,
+                settle_steps=s.settle_steps,
+                timed_steps=s.timed_steps,
+                traced_steps=s.traced_steps,
+                steps=self.total_steps,
+                shrunk="; ".join(text for text in (last.shrunk, shrunk) if text),
+            )
+        )
+        self.say(f"lowprec: {shrunk}")
+
+    def _has_time(self, what: str) -> bool:
+        """Whether `what` may begin. Of several ranks, zero decides."""
+        up = self.pace.max_seconds is not None and self.processes.from_zero(self.pace.up)
+        if up and self.cut is None:
+            self.cut = "the time that the sweep may take (max_seconds, max_time) was up"
+            self.recorder.add(Problem(what, f"left out, with all that would have followed: {self.cut}"))
+            self.say(f"lowprec: {what} is left out, with all that would have followed: {self.cut}")
+        return not up
+
+    def _was_clean(self) -> bool:
+        """Whether nothing foreign ran inside the step that is over, on any rank."""
+        if self.processes.size == 1:
+            return self._dirty is None
+        return not any(self.processes.gather(self._dirty))
 
     def _use(self, card: RecipeCard, afresh: bool = False) -> None:
         """Switch to a recipe, from a clean state; with `afresh`, even if it is the one that runs."""
@@ -243,8 +454,28 @@ class Sweep:
     def _capture(self) -> Steps:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
-        log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
-        yield from self._watched_step(log)
+        if compiled := compiled_modules(self.engine.model):
+            names = f"{', '.join(compiled[:3])}{' and more' if len(compiled) > 3 else ''}"
+            self.recorder.add(
+                Problem(
+                    "torch.compile", f"{names}: ran uncompiled in the steps that watch operands, compiled in others"
+                )
+            )
+        for _ in range(TRIES):
+            log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
+            yield from self._watched_step(log)
+            if self._was_clean():
+                break
+        else:
+            self.recorder.add(Problem("capture", f"in {TRIES} steps, one after another: {self._dirty}"))
+            return
+        logs = [log]
+        if self.processes.size == 1 and self.sizes.changing:
+            for _ in range(CHANGING):
+                logs.append(GemmLog(self.engine.linear_layers(), self.engine.region_of))
+                yield from self._watched_step(logs[-1])
+            log, words = batches.middle(logs)
+            self.recorder.add(Problem("capture", words))
         self._shapes, answers = self.processes.together(log.gemms, self._misfits)
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
@@ -303,7 +534,11 @@ class Sweep:
             if self.progress is not None:
                 self.progress.update(f"benchmark {done + 1}/{total}: {what}", self._steps_done, self.total_steps)
 
-        times = benchmark(self.engine, self.cards, self.baseline.name, self._shapes, self.settings.seed, tell)
+        left = self.pace.left_s
+        sampling = Sampling(budget_s=None if left is None else BENCHMARK_SHARE * left)
+        cards, baseline, seed = self.cards, self.baseline.name, self.settings.seed
+        shapes = batches.carrying(self._shapes)
+        times: Any = benchmark(self.engine, cards, baseline, shapes, seed, tell, sampling)
         if self.no_trace is None:
             times = with_kernels(self.engine, self.cards, self.baseline.name, self._shapes, times)
         for fact in times:
@@ -322,13 +557,16 @@ class Sweep:
         done = 0
         while not (why := self._why_stop(self._sampling, done)):
             for name in orders[done]:
-                yield from self._block(by_name[name], done)
+                card = by_name[name]
+                yield from self._part(f"{name}, round {done + 1}", self._block(card, done), card)
             done += 1
+        if words := batches.spread(self.recorder.snapshot().of(StepTime)):
+            self.recorder.add(Problem("batches", words))
         self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
 
     def _why_stop(self, sampling: Rounds, done: int) -> str:
         """See `Rounds.why_stop`. Of several ranks, zero decides for all, by its own steps and its own clock."""
-        why = sampling.why_stop(done, self.settings.round_steps(len(self.cards)))
+        why = "seconds" if self.cut else sampling.why_stop(done, self.settings.round_steps(len(self.cards)))
         if done >= self.settings.rounds:
             why, sampling.extra_steps = self.processes.from_zero((why, sampling.extra_steps))
         return why
@@ -338,14 +576,14 @@ class Sweep:
         self._use(card)
         of = f" of {self.settings.rounds}" if round_ < self.settings.rounds else ", beyond the plan"
         self._what = f"{card.name}, round {round_ + 1}{of}"
-        device = self.engine.device
+        device, begin = self.engine.device, self.pace.now()
         probe_at = self.settings.settle_steps - 2 if self.settings.settle_steps >= PROBE_NEEDS else None
         for index in range(self.settings.settle_steps):
             probe = HostProbe(device) if index == probe_at and device.type == "cuda" else None
             if probe:
                 probe.start()
             yield
-            if probe:
+            if probe and self._dirty is None:
                 self.recorder.add(probe.stop(card.name, round_))
         memory.reset_peak(device)
         self._clock = StepClock(device)
@@ -357,6 +595,7 @@ class Sweep:
         clock, forward = self._clock, self._forward
         self._clock = self._forward = None
         steps = clock.read(card.name, round_)
+        self.pace.plain_s = (self.pace.now() - begin) / (self.settings.settle_steps + self.settings.timed_steps)
         self.recorder.add(*steps)
         if forward is not None:
             self.recorder.add(forward.read(card.name, round_))
@@ -370,35 +609,45 @@ class Sweep:
 
     def _traced(self, card: RecipeCard) -> Steps:
         """A step that watches operands, the library's log and memory, then steps that only the profiler watches."""
-        self._use(card, afresh=True)
         self._what = f"tracing {card.name}"
         device = self.engine.device
-        log, library = GemmLog(self.engine.linear_layers(), self.engine.region_of), LibraryListener(device)
-        paths = (layer.path for layer in self.engine.linear_layers())
-        held = MemoryWatch(card.name, self.engine.model, self.optimizers, device, self.engine, paths)
-        self.recorder.add(*held.start())
-        self._memory = held
-        with self.engine.observe(card) as notes:
-            yield from self._watched_step(log, library, held)
-        self._memory = None
-        self.recorder.add(*held.peak())
+        for _ in range(TRIES):
+            self._use(card, afresh=True)
+            log, library = GemmLog(self.engine.linear_layers(), self.engine.region_of), LibraryListener(device)
+            paths = (layer.path for layer in self.engine.linear_layers())
+            held = MemoryWatch(card.name, self.engine.model, self.optimizers, device, self.engine, paths)
+            self._memory_read = [*held.start()]
+            self._memory = held
+            with self.engine.observe(card) as notes:
+                yield from self._watched_step(log, library, held)
+            self._memory = None
+            if self._was_clean():
+                break
+        else:
+            raise RuntimeError(f"{self._dirty}, in {TRIES} steps one after another")
+        self.recorder.add(*self._memory_read, *held.peak())
         self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
         self.recorder.add(*library.facts(card.name, log))
 
-        tracer = Tracer(device)
+        tracer, whole = Tracer(device), []
         with ExitStack() as stack:
             tracer.start()
             stack.callback(_stop_quietly, tracer)
             yield  # a new session can lose kernels at its start
             scopes = self._ranged_scopes()
             with scopes.installed(), self.engine.watch(scopes.current, around=_gemm_ranges(log)):
-                for index in range(self.settings.traced_steps):
+                for index in range(self.settings.traced_steps + TRIES):
                     synchronize(device)
                     self._traced_step = index
                     yield
                     scopes.clear()
+                    if self._was_clean():
+                        whole.append(index)
+                    if len(whole) == self.settings.traced_steps:
+                        break
         try:
-            self.recorder.add(*tracer.traces(card.name, log.calls or None))
+            traces = [trace for trace in tracer.traces(card.name, log.calls or None) if trace.step in whole]
+            self.recorder.add(*(replace(trace, step=whole.index(trace.step)) for trace in traces))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
 
@@ -456,6 +705,7 @@ class Sweep:
         scopes = self._ranged_scopes(boundary)
         tracer = Tracer(self.engine.device, shapes=True)
         with ExitStack() as stack:
+            stack.enter_context(eagerly())
             tracer.start()
             stack.callback(_stop_quietly, tracer)
             if library is not None:
@@ -485,6 +735,7 @@ class Sweep:
     # -- small parts -----------------------------------------------------------------------------------------------
 
     def _open_step(self) -> None:
+        self._dirty = None
         if self._traced_step is not None:
             self._step_range = step_range(self._traced_step)
             self._step_range.__enter__()
@@ -516,7 +767,7 @@ class Sweep:
         phases: tuple[memory.WatchedPhase, ...] = ("forward", "backward", "optimizer")
         for phase in phases:
             if self._memory is not None and self._phase_name == phase:
-                self.recorder.add(*self._memory.ends(phase))
+                self._memory_read += self._memory.ends(phase)
 
     def _record_loss(self, recipe: str, round_: int) -> None:
         if isinstance(self._loss, torch.Tensor) and self._loss.numel() == 1:

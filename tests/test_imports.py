@@ -20,10 +20,17 @@ ROOT = "lowprec_callback"
 RANKS = {
     "recording": 0,
     "report": 1,
+    "pace": 1,
+    "patches": 1,
+    "resume": 1,
+    "boundaries": 1,
     "recipes": 2,
     "plan": 2,
     "run_folder": 2,
     "loggers": 2,
+    "te_plugin": 2,
+    "arguments": 3,
+    "blame": 3,
     "progress": 2,
     "analyze": 3,
     "show": 4,
@@ -36,11 +43,12 @@ RANKS = {
     "rank_session": 7,
     "sweep": 8,
     "session": 9,
-    "callback": 10,
+    "trainer_facts": 10,
+    "callback": 11,
 }
 """A module imports from its own area and from areas of a lower rank; engines and measure are one layer."""
 
-COMMAND = 11
+COMMAND = 12
 """Rank of whatever is not in the table, the command line first of all: it imports what it likes, none imports it."""
 
 READERS = ("analyze", "show")

@@ -71,10 +71,10 @@ def test_more_steps_never_make_a_smaller_plan(asked: Settings, recipes: int, ava
 
 def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
     plain = Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2, guard_steps=0)
-    assert plain.steps(4) == 2 + 4 * (3 * 11 + 2 + 2)
+    assert plain.steps(4) == 3 + 4 * (3 * 11 + 2 + 2)
     # The baseline twice, and for each the steps before.
     assert replace(plain, guard_steps=4).steps(4) == plain.steps(4) + 5 * (GUARD_SETTLE + 4)
-    assert SMALLEST.steps(1) == 2 + 3
+    assert SMALLEST.steps(1) == 3 + 3
 
 
 def test_what_is_cut_first_costs_least() -> None:
@@ -114,7 +114,7 @@ def test_a_fit_that_is_too_short_says_what_would_help() -> None:
     with pytest.raises(PlanError) as caught:
         fit(Settings(), 1, 1)
     assert str(caught.value) == (
-        "the fit has 1 training step left; the smallest plan for 1 recipe takes 5: train longer, or name fewer recipes"
+        "the fit has 1 training step left; the smallest plan for 1 recipe takes 6: train longer, or name fewer recipes"
     )
 
 

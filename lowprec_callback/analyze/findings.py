@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lowprec_callback.analyze import findings_gemm, findings_idle, findings_memory, findings_ranks, findings_step
+from lowprec_callback.analyze import (
+    findings_gemm,
+    findings_idle,
+    findings_memory,
+    findings_plain,
+    findings_ranks,
+    findings_step,
+)
 from lowprec_callback.analyze.finding_case import Case
 from lowprec_callback.report import Finding
 
@@ -29,6 +36,7 @@ CATALOGUE: dict[str, Callable[[Case], Found]] = {
     "quantization-outweighs-gemm, gemm-not-faster": findings_gemm.find_no_gain,
     "weight-requantized": findings_gemm.find_requantized,
     "head-outside, layers-outside": findings_gemm.find_outside,
+    "no-te-layers": findings_plain.find_replaceable,
     "gemm-slower-in-step": findings_gemm.find_slower_in_step,
     "throttled": findings_gemm.find_throttled,
     "padding": findings_gemm.find_padding,

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lowprec_callback.analyze.provenance import lines_of
@@ -88,8 +88,29 @@ class Benchmark:
             gemm.family if gemm.groups == 1 else "grouped",
         )
         if key not in self._figures:
-            self._figures[key] = self._figure(self._of(recipe, gemm, mode), where, gemm)
+            found = self._of(recipe, gemm, mode)
+            near = self._nearest(recipe, gemm, mode) if not found and gemm.groups == 1 else None
+            self._figures[key] = near or self._figure(found, where, gemm)
         return self._figures[key]
+
+    def _nearest(self, recipe: str, gemm: Gemm, mode: Mode) -> Figure | None:
+        """For a layer that was benchmarked with other numbers of tokens only: t(M) = t(M') M / M' [ms], estimated.
+
+        M' is the nearest number of tokens of a layer of the same K and N; None if there is none. Where batches have
+        many sizes, only the shapes that carry most of the FLOPs are benchmarked (`measure.batches`).
+        """
+        others = [
+            m
+            for name, role, m, k, n, kind in self._found
+            if (name, role, k, n, kind) == (recipe, gemm.role, gemm.k, gemm.n, mode) and m > 0
+        ]
+        if not others or gemm.m <= 0:
+            return None
+        m = min(others, key=lambda other: (abs(math.log(other / gemm.m)), other))
+        timed = self.figure(recipe, replace(gemm, m=m), mode)
+        if timed.value is None:
+            return None
+        return Figure(timed.value * gemm.m / m, "ms", "estimated", n=timed.n, facts=timed.facts)
 
     def _of(self, recipe: str, gemm: Gemm, mode: Mode) -> list[tuple[int, GemmTime]]:
         """The facts of this shape: of the same kind of layer if there are any, else of any kind."""

@@ -8,14 +8,24 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
 from lowprec_callback.engines.base import Engine
-from lowprec_callback.measure.layer_bench import Bench, Conditions, LayerBench, PlainBench, Reader, Samples, Shape
+from lowprec_callback.measure.layer_bench import (
+    LEAD_MS,
+    SAMPLE_MS,
+    Bench,
+    Conditions,
+    LayerBench,
+    PlainBench,
+    Reader,
+    Samples,
+    Shape,
+)
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import MODES, ROLES, Gemm, GemmTime, Mode
 
@@ -66,6 +76,16 @@ def shapes_of(gemms: Iterable[Gemm]) -> list[Shape]:
 def jobs_of(gemms: Iterable[Gemm], cards: list[RecipeCard], baseline: str) -> list[tuple[RecipeCard, Shape]]:
     """Every shape under every recipe that can reach it; what no recipe reaches runs in the baseline alone."""
     return [(card, shape) for shape in shapes_of(gemms) for card in cards if shape.quantizable or card.name == baseline]
+
+
+def expected_s(jobs: Sequence[tuple[RecipeCard, Shape]], sampling: Sampling | None = None) -> float:
+    """About what `benchmark` takes [s], by what its samples are meant to take; making the layers is not in it.
+
+    jobs x rounds x modes x 3 roles x (a sample and what runs before it).
+    """
+    sampling = sampling or Sampling()
+    samples = len(jobs) * sampling.rounds * len(sampling.conditions.modes) * len(ROLES)
+    return samples * (SAMPLE_MS + LEAD_MS) / 1e3
 
 
 def _family(gemm: Gemm) -> str:

@@ -38,6 +38,7 @@ class StepClock:
     _events: list[Any] = field(default_factory=list)
     _host: list[float] = field(default_factory=list)
     _marks: dict[int, str] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict)
 
     def boundary(self) -> None:
         """Mark the end of one step and the beginning of the next."""
@@ -46,6 +47,10 @@ class StepClock:
             event.record(torch.cuda.current_stream(self.device))
             self._events.append(event)
         self._host.append(self.now())
+
+    def size(self, elements: int) -> None:
+        """How much data the step that runs holds."""
+        self._sizes[len(self._host) - 1] = elements
 
     def discard(self, reason: str) -> None:
         """The step that runs now does not count."""
@@ -57,7 +62,15 @@ class StepClock:
         host = [(b - a) * 1e3 for a, b in zip(self._host, self._host[1:], strict=False)]
         own = [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)] or host
         return [
-            StepTime(recipe, round_, index, ms=own[index], host_ms=host[index], discarded=self._marks.get(index))
+            StepTime(
+                recipe,
+                round_,
+                index,
+                ms=own[index],
+                host_ms=host[index],
+                discarded=self._marks.get(index),
+                elements=self._sizes.get(index),
+            )
             for index in range(len(host))
         ]
 

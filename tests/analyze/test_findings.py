@@ -26,6 +26,7 @@ from lowprec_callback.recording import (
     HostWaits,
     Loss,
     Memory,
+    Model,
     Plan,
     Recording,
     StepTime,
@@ -411,6 +412,33 @@ def test_the_head_is_outside() -> None:
     assert one.ms.value == pytest.approx(0.9)
     assert "padded to 50272" in one.advice
     assert found(PLAIN, "head-outside", "bf16") is None
+
+
+def without_te(misfit: bool = False) -> list[Fact]:
+    """The same run by PyTorch's own layers; with `misfit`, one whose outputs no FP8 GEMM takes."""
+
+    def plain(fact: Fact) -> Fact:
+        if isinstance(fact, Model):
+            return replace(fact, engine="plain_torch")
+        if isinstance(fact, Gemm):
+            fact = replace(fact, family="nn.Linear", quantizable=True)
+            return replace(fact, n=fact.n + 1) if misfit and fact.module == "lm_head" else fact
+        return fact
+
+    return changed(gpu_facts(), plain)
+
+
+def test_a_model_without_te_layers_is_told_what_their_replacement_would_cover() -> None:
+    one = found(without_te(), "no-te-layers", "bf16")
+    assert one is not None
+    assert one.ms.known
+    assert "100.0% of the linear-layer FLOPs" in one.sentence
+    assert 'precision="transformer-engine"' in one.advice
+    part = found(without_te(misfit=True), "no-te-layers", "bf16")
+    assert part is not None
+    assert "lm_head would stay: 8 must divide input and 16 output features." in part.sentence
+    assert "100.0%" not in part.sentence
+    assert found(PLAIN, "no-te-layers", "bf16") is None
 
 
 def test_layers_inside_that_no_recipe_reaches() -> None:

@@ -100,3 +100,8 @@ def profiler(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
         "max_rounds": 0,
     }
     return LowPrecisionProfiler(**{**defaults, **arguments})
+
+
+def short(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
+    """The same without the numerics guard: 3 steps, then 2 recipes x (2 rounds x (1 + 2) + 1 traced, 2 before it)."""
+    return profiler(folder, **{"guard_steps": 0, **arguments})

@@ -350,7 +350,7 @@ def test_a_fit_of_no_steps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     trainer(tmp_path, callback, steps=0).fit(Tiny(), loader(1))
     assert callback.report is None
     assert callback.why_not == "the fit had no training steps, so nothing was profiled"
-    assert callback.why_not in capsys.readouterr().out
+    assert callback.why_not in capsys.readouterr().err
 
 
 def test_a_fit_that_no_plan_fits_into_is_refused_before_anything_is_touched(tmp_path: Path) -> None:

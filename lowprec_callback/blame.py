@@ -1,0 +1,56 @@
+"""Whose fault an exception in the user's step is: the recipe's, or the user's own.
+
+A recipe that cannot run what the model asks of it fails inside a library, in the middle of the user's step. Such an
+exception must not end the training, which would have been fine without the recipe. The user's own exceptions must,
+as they would without us. An exception comes from a library if it was raised in a file of PyTorch or Transformer
+Engine, or by their compiled code, which has no Python frame: then the innermost frame stands at a call, not at a
+`raise`. That alone does not tell a wrong recipe from a wrong call; running the same batch in the baseline does.
+"""
+
+from __future__ import annotations
+
+import dis
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lowprec_callback.recipes import RecipeCard
+
+LIBRARIES = ("transformer_engine", "torch")
+
+
+class RecipeFailed(Exception):
+    """The recipe cannot run this model; thrown into the sweep's script, to end the part that it runs in."""
+
+    def __init__(self, card: RecipeCard, reason: str) -> None:
+        super().__init__(reason)
+        self.card = card
+        self.reason = reason
+
+
+def raised_by_library(error: BaseException) -> bool:
+    """Whether PyTorch or Transformer Engine raised it (see the module's docstring). Never for what ends a process."""
+    if not isinstance(error, Exception) or error.__traceback__ is None:
+        return False
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    innermost: TracebackType = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    code = innermost.tb_frame.f_code
+    if any(name in Path(code.co_filename).parts for name in LIBRARIES):
+        return True
+    return isinstance(error, RuntimeError) and dis.opname[code.co_code[innermost.tb_lasti]] not in _RAISES
+
+
+_RAISES = ("RAISE_VARARGS", "RERAISE")
+
+
+def in_words(error: BaseException) -> str:
+    """One line for a report: the class, and what it says."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:300]}{'...' * (len(text) > 300)}" if text else name

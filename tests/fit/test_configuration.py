@@ -1,0 +1,168 @@
+"""Arguments: from YAML, checked when constructed; and progress beside Lightning's own bars."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LightningCLI
+
+from lowprec_callback import LowPrecisionProfiler
+from lowprec_callback.arguments import RULES
+from lowprec_callback.plan import Settings
+from lowprec_callback.recording import Plan
+from lowprec_callback.session import ProfilerError
+from tests.fit.models import Tiny, loader, short, trainer
+from tests.fit.test_sweep_in_fit import recording_of
+
+ARGUMENTS: dict[str, Any] = {
+    "recipes": ["bf16", "fp8_delayed"],
+    "baseline": "fp32",
+    "rounds": 2,
+    "settle_steps": 1,
+    "timed_steps": 2,
+    "traced_steps": 1,
+    "gemm_benchmark": False,
+    "continue_with": "bf16",
+    "stop_after": True,
+    "restore": True,
+    "seed": 7,
+    "nvtx": False,
+    "nvtx_steps": 1,
+    "progress": False,
+    "fail_on_fallback": False,
+    "recipe_arguments": {"fp8_delayed": {"amax_history_len": 16, "fp8_format": "HYBRID"}},
+    "max_seconds": 600.0,
+    "guard_steps": 0,
+    "log": False,
+    "keep_rank_recordings": True,
+    "max_rounds": 0,
+    "step_precision": 0.5,
+}
+"""Every argument, with another value than its default wherever the fit below can do with it."""
+
+
+class Model(Tiny):
+    """Brings its data along."""
+
+    def train_dataloader(self) -> Any:
+        return loader(60)
+
+
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*(Jsonargparse|was deprecated in v4)")  # Lightning's own use of it
+def test_every_argument_comes_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    import yaml
+
+    arguments = {**ARGUMENTS, "output_dir": str(tmp_path / "runs")}
+    signature = inspect.signature(LowPrecisionProfiler).parameters
+    assert set(arguments) == set(signature)
+    config = {
+        "model": {"class_path": "tests.fit.test_configuration.Model"},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 40,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+            "callbacks": [{"class_path": "lowprec_callback.LowPrecisionProfiler", "init_args": arguments}],
+        },
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    made: list[dict[str, Any]] = []
+    construct = LowPrecisionProfiler.__init__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(dict(inspect.signature(construct).bind(self, *args, **kwargs).arguments))
+        construct(self, *args, **kwargs)
+
+    noted.__signature__ = inspect.signature(construct)  # type: ignore[attr-defined]
+    noted.__doc__ = construct.__doc__
+    monkeypatch.setattr(LowPrecisionProfiler, "__init__", noted)
+    monkeypatch.setattr(sys, "argv", ["train"])
+    cli = LightningCLI(
+        save_config_callback=None,
+        subclass_mode_model=True,
+        seed_everything_default=0,
+        args=["fit", "--config", str(file)],
+    )
+    got = {name: value for name, value in made[-1].items() if name in arguments}
+    assert {**got, "recipe_arguments": {k: dict(v) for k, v in got["recipe_arguments"].items()}} == arguments
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LowPrecisionProfiler)]
+    assert callback.report is not None
+    assert cli.trainer.global_step == Settings(2, 1, 2, 1, guard_steps=0).steps(2)
+    assert recording_of(tmp_path / "runs").of(Plan)[-1].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"recipes": 3}, "recipes=3: must be None, or names, paths of TOML cards or folders of them: one, or a list"),
+        ({"recipes": ["bf16", None]}, "recipes=['bf16', None]: must be None, or names"),
+        ({"recipes": []}, "recipes: no recipe is named"),
+        ({"recipes": ["bf17"]}, "recipes: no recipe 'bf17'"),
+        ({"baseline": ["bf16"]}, "baseline=['bf16']: must be None or one recipe"),
+        ({"baseline": "fp23"}, "baseline: no recipe 'fp23'"),
+        ({"continue_with": True}, "continue_with=True: must be None or one recipe"),
+        ({"restore": "no"}, "restore='no': must be True or False"),
+        ({"gemm_benchmark": 1}, "gemm_benchmark=1: must be True or False"),
+        ({"stop_after": None}, "stop_after=None: must be True or False"),
+        ({"progress": "rich"}, "progress='rich': must be True or False"),
+        ({"fail_on_fallback": 0}, "fail_on_fallback=0: must be True or False"),
+        ({"nvtx": "yes"}, "nvtx='yes': must be True, False or None"),
+        ({"output_dir": ""}, "output_dir='': must be the path of a folder"),
+        ({"output_dir": None}, "output_dir=None: must be the path of a folder"),
+        ({"max_seconds": 0}, "max_seconds=0: must be None or a number of seconds above 0"),
+        ({"max_seconds": float("nan")}, "max_seconds=nan: must be None or a number of seconds above 0"),
+        ({"max_seconds": "60"}, "max_seconds='60': must be None or a number of seconds above 0"),
+        ({"recipe_arguments": ["fp8_delayed"]}, "recipe_arguments=['fp8_delayed']: must be None or arguments by"),
+        ({"recipe_arguments": {"fp8_delayed": 16}}, "recipe_arguments={'fp8_delayed': 16}: must be None or arguments"),
+        ({"recipe_arguments": {"fp8": {}}}, "recipe_arguments names 'fp8'; known recipes: fp32, bf16"),
+    ],
+)
+def test_a_bad_argument_is_named_with_what_is_allowed(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ProfilerError) as caught:
+        LowPrecisionProfiler(**arguments)
+    assert str(caught.value).startswith(f"LowPrecisionProfiler: {sentence}")
+
+
+def test_every_argument_is_looked_at() -> None:
+    """By the plan or by the rules; one without either would fail in the middle of a fit."""
+    signature = set(inspect.signature(LowPrecisionProfiler).parameters)
+    assert set(RULES) | set(Settings.__dataclass_fields__) >= signature - {"max_rounds"}
+
+
+def test_a_path_is_a_path(tmp_path: Path) -> None:
+    assert LowPrecisionProfiler(output_dir=tmp_path)._options.output_dir == str(tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*ipywidgets")
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_lines_of_ours_stand_by_themselves_beside_lightnings_bars(
+    bar: type[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowprec_callback.show.plots.save_all", lambda *_: [])
+    monkeypatch.setattr("lowprec_callback.show.html.save", lambda *_: None)
+    torch.manual_seed(0)
+    callback = short(tmp_path)
+    run = trainer(tmp_path, callback, bar(refresh_rate=1), steps=30, enable_progress_bar=True)
+    run.fit(Tiny(), loader(30))
+    said = capfd.readouterr()
+    lines = [line for line in re.split(r"[\n\r]", said.out + said.err) if "lowprec" in line]
+    assert len([line for line in lines if line.startswith("lowprec: step ")]) > 3
+    # Nothing of a bar stands before or behind our words on a line.
+    assert not [line for line in lines if "it/s" in line or "Epoch" in line or "━" in line]
+    assert callback.report is not None
+    assert run.global_step == 30
+    if bar is TQDMProgressBar:
+        assert re.search(r"30/\d+|30it", said.err + said.out)

@@ -1,0 +1,250 @@
+"""Fault injection: an exception at every place of a fit, one fit a place.
+
+In the user's hooks it must come out as without us, with nothing of ours left behind and everything measured so far in
+the Recording. In our own code it must not come out at all: the training goes on, to the same weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lowprec_callback import LowPrecisionProfiler
+from lowprec_callback.recording import FILE_NAME, End, read
+from tests.fit.models import BATCH, WIDTH, Rows, loader, short, trainer
+from tests.fit.places import Mine, Planted, callback_hooks, module_hooks, planted_in
+from tests.fit.test_sweep_in_fit import hooks_of
+
+STEPS = 20
+AT = 5
+"""Calls of a hook that are let through, if it has more: the sweep is on by then."""
+
+CALLED_IN_A_FIT = {"callback": 24, "module": 30}
+"""How many of Lightning's hooks a fit comes through; fewer would mean that the walk has lost its way."""
+
+
+class Small(nn.Module):
+    """What the modules here are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def module_of() -> Any:
+    from tests.fit.models import Validated
+
+    torch.manual_seed(3)
+    module = Validated()
+    module.net = Small()  # type: ignore[assignment]
+    return module
+
+
+def profiler_of(folder: Path) -> LowPrecisionProfiler:
+    """Two recipes x (1 round x (1 + 2) + 1 traced and what comes before it)."""
+    return short(folder, rounds=1, progress=False)
+
+
+def trainer_of(folder: Path, callbacks: list[Any]) -> Trainer:
+    """With evaluation and checkpoints in the middle of the sweep."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(folder / "saved", every_n_train_steps=6)
+    return trainer(
+        folder,
+        *callbacks,
+        saver,
+        steps=STEPS,
+        enable_checkpointing=True,
+        val_check_interval=6,
+        limit_val_batches=1,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+    )
+
+
+def fit(folder: Path, module: Any, callbacks: list[Any]) -> Trainer:
+    run = trainer_of(folder, callbacks)
+    run.fit(module, loader(STEPS), torch.utils.data.DataLoader(Rows(BATCH), batch_size=BATCH))
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is not what is tested here, and takes most of the time."""
+    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+
+
+class NoTracer:
+    """torch.profiler takes most of a short fit's time; that it is stopped, other tests show."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def products(self) -> list[Any]:
+        return []
+
+
+def nothing_left(module: Any, run: Trainer, callback: LowPrecisionProfiler, own: set[str]) -> None:
+    """No patch, no hook, no snapshot."""
+    assert set(vars(module)) & {"training_step", "backward"} <= own
+    assert "save_checkpoint" not in vars(run)
+    assert hooks_of(module) == 0
+    assert not callback._sweeping
+    if callback.session is not None:
+        assert callback.session.recorder.closed
+        assert callback.session.sweep.snapshot is None
+
+
+def recorded(folder: Path) -> list[End]:
+    return [end for run in folder.glob(f"*/{FILE_NAME}") for end in read(run).of(End)]
+
+
+def walk(folder: Path, where: str) -> Iterator[tuple[str, int]]:
+    """(hook, calls of it in a fit without an exception), for each that is called at all."""
+    module, counter = module_of(), Mine()
+    calls = planted_in(module)
+    fit(folder / "clean", module, [profiler_of(folder / "clean"), counter])
+    counts = counter.calls if where == "callback" else calls
+    yield from sorted((name, counts[name]) for name in counts)
+
+
+@pytest.mark.parametrize("where", ["callback", "module"])
+def test_an_exception_in_any_hook_of_the_users_is_the_users(
+    tmp_path: Path,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("lowprec_callback.sweep.Tracer", NoTracer)
+    names = callback_hooks() if where == "callback" else module_hooks()
+    tried = []
+    for hook, count in walk(tmp_path, where):
+        folder = tmp_path / hook
+        at = AT if count > AT else 0
+        module, callback = module_of(), profiler_of(folder)
+        mine = Mine(hook if where == "callback" else None, at)
+        calls = planted_in(module, hook if where == "module" else None, at)
+        first = {name: value.clone() for name, value in module.state_dict().items()}
+        run = trainer_of(folder, [callback, mine])
+        own = set(vars(module))
+        with pytest.raises(Planted, match=hook):
+            run.fit(module, loader(STEPS), torch.utils.data.DataLoader(Rows(BATCH), batch_size=BATCH))
+        nothing_left(module, run, callback, own)
+        assert (mine.calls if where == "callback" else calls)[hook] >= at + 1
+        if callback.session is not None:
+            (end,) = recorded(folder)
+            over = callback.session.recorder.snapshot().of(End) == [End("finished")]
+            assert over or (end.status == "failed" and "Planted" in (end.reason or "")), (hook, end)
+            if not over:
+                after = module.state_dict()
+                assert all(torch.equal(after[name], value) for name, value in first.items()), hook
+        tried.append(hook)
+    record_property("places", len(tried))
+    record_property("hooks that a fit does not call", ", ".join(sorted(set(names) - set(tried))))
+    with capsys.disabled():
+        print(f"\n{len(tried)} places in the {where}: {', '.join(tried)}")
+    assert len(tried) >= CALLED_IN_A_FIT[where]
+
+
+OURS = (
+    "session.choose_engine",
+    "session.new_run_folder",
+    "session.environment",
+    "session.Snapshot.take",
+    "session.make_progress",
+    "engines.plain_torch.PlainTorchEngine.probe",
+    "engines.plain_torch.PlainTorchEngine.linear_layers",
+    "engines.plain_torch.PlainTorchEngine.switch",
+    "engines.plain_torch.PlainTorchEngine.save",
+    "engines.plain_torch.PlainTorchEngine.restore",
+    "engines.base.Engine.observe",
+    "engines.base.Engine.watch",
+    "engines.base.Engine.scales",
+    "recording.Recorder.add",
+    "measure.memory.clean",
+    "measure.memory.read",
+    "measure.memory.reset_peak",
+    "measure.shapes.GemmLog.gemms",
+    "measure.shapes.GemmLog.add_product",
+    "measure.shapes.GemmLog.dispatches",
+    "measure.shapes.GemmLog.products",
+    "measure.scopes.ModuleScopes.install",
+    "measure.library_log.LibraryListener.listen",
+    "measure.library_log.LibraryListener.facts",
+    "measure.steps.StepClock.boundary",
+    "measure.steps.StepClock.read",
+    "measure.trace.Tracer.start",
+    "measure.trace.Tracer.stop",
+    "measure.trace.Tracer.products",
+    "measure.trace.Tracer.traces",
+    "sweep.benchmark",
+    "sweep.synchronize",
+    "sweep.order_of_rounds",
+    "sweep.Sweep.phase",
+    "sweep.Sweep.step_end",
+    "sweep.Sweep.step_aside",
+    "sweep.Sweep.contaminate",
+    "sweep.Sweep.region",
+    "state.Snapshot.restore",
+    "pace.Pace.start",
+    "plan.fit",
+    "trainer_facts.training_of",
+    "callback.take_region_over",
+    "resume.note",
+)
+"""Functions of ours that a fit comes through; a name that is not called fails the test."""
+
+
+def owner_of(path: str) -> tuple[Any, str]:
+    """The module or class that holds a function of ours, and its name there."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            owner = importlib.import_module(f"lowprec_callback.{'.'.join(parts[:cut])}")
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:-1]:
+            owner = getattr(owner, name)
+        return owner, parts[-1]
+    raise LookupError(path)
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_a_failure_of_our_own_ends_the_sweep_and_not_the_training(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = owner_of(path)
+    original = vars(owner)[name]
+    calls = 0
+
+    def fail(*_: object, **__: object) -> Any:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("planted in ours")
+
+    monkeypatch.setattr(owner, name, staticmethod(fail) if isinstance(original, staticmethod) else fail)
+    module, callback = module_of(), short(tmp_path, rounds=1, progress=False, gemm_benchmark="benchmark" in path)
+    run = fit(tmp_path, module, [callback])
+    monkeypatch.undo()
+    assert calls, f"{path} was never called"
+    assert run.global_step == STEPS
+    nothing_left(module, run, callback, set())
+    module.net(torch.randn(4, WIDTH)).sum().backward()

@@ -1,0 +1,216 @@
+"""What fails beside the user's hooks: a recipe, the benchmark, the disk, and memory."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from lowprec_callback.measure import gemms
+from lowprec_callback.recording import End, GemmTime, Problem, Refusal, Restored, StepTime, Trace
+from tests.fit.models import BATCH, WIDTH, Tiny, loader, short, trainer
+from tests.fit.test_sweep_in_fit import hooks_of, recording_of
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+
+
+class NotInBf16(Tiny):
+    """A step that PyTorch cannot do in BF16: in forward, by an operator that has no such kernel.
+
+    Args:
+        after: steps that go well in any type.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__()
+        self._after = after
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.steps > self._after:
+            loss = loss + 0 * torch.special.erfcx(self.net[0](batch)).sum()
+        return loss
+
+
+class _FailsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kind = x.dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.linalg.inv(grads[0][:8, :8]).sum() * 0 + grads[0] if ctx.kind == torch.bfloat16 else grads[0]
+
+
+class NotBackInBf16(Tiny):
+    """The same in backward."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        hidden = _FailsBack.apply(self.net[0](batch))
+        return nn.functional.mse_loss(self.net[1:](hidden), batch)
+
+
+@pytest.mark.parametrize("module", [NotInBf16(), NotBackInBf16()], ids=["forward", "backward"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recipe_that_fails_in_the_users_step_is_given_up_and_the_others_go_on(
+    tmp_path: Path, module: Tiny, accumulate: int
+) -> None:
+    module = type(module)()
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    callback = short(tmp_path, progress=False, stop_after=True)
+    run = trainer(tmp_path, callback, steps=40, accumulate_grad_batches=accumulate)
+    run.fit(module, loader(80))
+    facts = recording_of(tmp_path)
+    assert facts.of(End) == [End("finished")]
+    (refusal,) = facts.of(Refusal)
+    assert refusal.recipe == "bf16"
+    assert "it failed in training_step or its backward, where the baseline does not" in refusal.reason
+    assert "Error: " in refusal.reason
+    assert {fact.recipe for fact in facts.of(StepTime)} == {"fp32"}
+    assert len(facts.of(StepTime)) == 4
+    assert {trace.recipe for trace in facts.of(Trace)} == {"fp32"}
+    assert facts.of(Restored)
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in first.items())
+    assert hooks_of(module) == 0
+    assert not vars(module).keys() & {"training_step", "backward"}
+
+
+def test_a_recipe_that_fails_later_keeps_what_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = NotInBf16(after=8)  # 3 steps of the lead, then bf16 x 3, fp32 x 3, ...
+    trainer(tmp_path, short(tmp_path, progress=False)).fit(module, loader(60))
+    facts = recording_of(tmp_path)
+    assert not facts.of(Refusal)
+    (problem,) = facts.of(Problem)
+    assert problem.where == "bf16"
+    assert problem.message.startswith("given up: it failed in training_step")
+    assert [fact.recipe for fact in facts.of(StepTime)].count("bf16") == 2
+    assert {trace.recipe for trace in facts.of(Trace)} == {"fp32"}
+    assert "lowprec: bf16 is given up" in capsys.readouterr().err
+
+
+def test_what_fails_in_the_baseline_too_is_the_users(tmp_path: Path) -> None:
+    class Wrong(Tiny):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[:, :3] if self.steps == 7 else batch, batch_idx)
+
+    module = Wrong()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer(tmp_path, short(tmp_path, progress=False)).fit(module, loader(60))
+    facts = recording_of(tmp_path)
+    assert facts.of(End)[0].status == "failed"
+    assert not facts.of(Refusal)
+    assert not [problem for problem in facts.of(Problem) if "given up" in problem.message]
+
+
+def test_out_of_memory_in_the_benchmark_is_recorded_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gemms.PlainBench
+    freed: list[str] = []
+
+    def bench(engine: Any, card: Any, shape: Any, *rest: Any) -> Any:
+        if card.name == "bf16" and shape.k == WIDTH:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        return made(engine, card, shape, *rest)
+
+    monkeypatch.setattr(gemms, "PlainBench", bench)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("freed"))
+    module = Tiny()
+    trainer(tmp_path, short(tmp_path, progress=False, gemm_benchmark=True)).fit(module, loader(60))
+    facts = recording_of(tmp_path)
+    assert facts.of(End) == [End("finished")]
+    failed = [time for time in facts.of(GemmTime) if time.failure]
+    assert {(time.recipe, time.k, time.failure) for time in failed} == {("bf16", WIDTH, "out of memory")}
+    assert {(time.recipe, time.k) for time in facts.of(GemmTime) if time.samples_ms} == {
+        *(("fp32", WIDTH), ("fp32", 48), ("bf16", 48)),
+    }
+    assert freed
+    assert len(facts.of(StepTime)) == 8
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file can grow beyond 2 kB: the kernel's own refusal, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_disk_that_fills_up_takes_nothing_from_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the report too
+    module, callback = Tiny(), short(tmp_path, progress=False)
+    trainer(tmp_path, callback, steps=40).fit(module, loader(40))
+    assert module.steps == 40
+    facts = recording_of(tmp_path)  # what had room is whole, but for its last line
+    assert facts.of(StepTime)
+    assert not facts.of(End)
+    assert "File too large; later facts are only in memory" in capsys.readouterr().err
+    assert callback.session is not None
+    kept = callback.session.recorder.snapshot()
+    assert kept.of(End)
+    # The profiler's own file of a trace found no room either: that part is missing, and the rest went on.
+    assert "Error: [Errno" in next(problem.message for problem in kept.of(Problem) if problem.where == "capture")
+    assert len(kept.of(StepTime)) == 8
+
+
+def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lowprec_callback.session.new_run_folder", full)
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    module, callback = Tiny(), short(tmp_path)
+    trainer(tmp_path, callback, steps=30).fit(module, loader(30))
+    assert module.steps == 30
+    assert callback.why_not is not None
+    assert "No space left on device" in callback.why_not
+    assert callback.why_not.endswith("; the training goes on without it")
+
+
+def test_an_error_of_ours_leaves_the_weights_of_a_fit_without_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep breaks off in the middle: what follows is the training that the user would have had, to the bit."""
+    steps = 12
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted in ours")
+
+    torch.manual_seed(0)
+    alone, data = Tiny(), loader(60)
+    rest = Subset(data.dataset, range(steps * BATCH, 60 * BATCH))
+    trainer(tmp_path, steps=60 - steps).fit(alone, DataLoader(rest, batch_size=BATCH))
+    torch.manual_seed(0)
+    module = Tiny()
+    monkeypatch.setattr("lowprec_callback.sweep.order_of_rounds", lambda *_: [["bf16", "fp32"]] * 9)
+
+    def fail_at(_module: Tiny, step: int) -> None:
+        if step == steps:
+            monkeypatch.setattr("lowprec_callback.sweep.Sweep.step_end", broken)
+
+    module._on_step = fail_at
+    callback = short(tmp_path, progress=False)
+    trainer(tmp_path, callback, steps=60).fit(module, data)
+    assert callback.why_not is not None
+    assert "planted in ours" in callback.why_not
+    mine, theirs = module.state_dict(), alone.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -1,0 +1,125 @@
+"""What the sweep costs: it says how long it will take, keeps to `max_seconds`, and costs nothing when it is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowprec_callback.pace import Pace
+from lowprec_callback.recording import End, Plan, Problem, StepTime
+from lowprec_callback.sweep import Sweep
+from tests.fit.models import Tiny, loader, short, trainer
+from tests.fit.test_sweep_in_fit import hooks_of, recording_of
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+
+
+class Clock:
+    """A step takes as long as the test says, however long it takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+        self.at = 0.0
+        self.step_s = step_s
+        post_init = Pace.__init__
+
+        def construct(pace: Pace, *args: Any, **kwargs: Any) -> None:
+            post_init(pace, *args, **kwargs)
+            pace.now = lambda: self.at
+
+        monkeypatch.setattr(Pace, "__init__", construct)
+
+    def step(self, _module: Tiny, _number: int) -> None:
+        self.at += self.step_s
+
+
+def test_the_plan_and_its_time_are_told_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch, 2.0)
+    trainer(tmp_path, short(tmp_path, progress=False)).fit(Tiny(clock.step), loader(60))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowprec: ")]
+    assert said[0].startswith("lowprec: profiling fp32, bf16")
+    assert "over the next 21 optimizer steps: 2 rounds x (1 settled + 2 timed), 1 traced" in said[0]
+    # Eighteen steps are left, of two seconds each.
+    assert "lowprec: a step takes about 2 s, so the rest of the sweep about 36 s" in said
+    assert recording_of(tmp_path).of(End) == [End("finished")]
+
+
+def test_max_seconds_shortens_the_plan_and_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 2.0)
+    callback = short(tmp_path, progress=False, max_seconds=32.0, stop_after=True)
+    trainer(tmp_path, callback).fit(Tiny(clock.step), loader(60))
+    facts = recording_of(tmp_path)
+    asked, got = facts.of(Plan)
+    assert (asked.rounds, got.rounds, got.traced_steps) == (2, 1, 1)
+    assert got.shrunk is not None
+    assert got.shrunk.startswith("26 s are left and the plan takes about 36 s, so it was cut (rounds 2 -> 1)")
+    assert facts.of(End) == [End("finished")]
+    assert callback.session is not None
+    assert callback.session.sweep.pace.elapsed_s <= 32.0
+
+
+def test_steps_that_grow_longer_still_keep_to_max_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1.0)
+
+    def step(_module: Tiny, number: int) -> None:
+        clock.at += 1.0 if number <= 5 else 10.0
+
+    callback = short(tmp_path, progress=False, max_seconds=30.0, stop_after=True)
+    trainer(tmp_path, callback).fit(Tiny(step), loader(60))
+    facts = recording_of(tmp_path)
+    (end,) = facts.of(End)
+    assert end == End("shortened", "the time that the sweep may take (max_seconds, max_time) was up")
+    (problem,) = facts.of(Problem)
+    assert problem.message.startswith("left out, with all that would have followed")
+    assert facts.of(StepTime)
+    # No part begins when the time is up; the one that runs then ends.
+    assert callback.session is not None
+    assert callback.session.sweep.pace.elapsed_s < 30.0 + 3 * 10.0
+
+
+def test_max_time_of_the_trainer_counts_as_well(tmp_path: Path) -> None:
+    callback = short(tmp_path, progress=False, max_seconds=7200.0)
+    trainer(tmp_path, callback, steps=30, max_time={"hours": 1}).fit(Tiny(), loader(30))
+    assert callback.session is not None
+    limit = callback.session.sweep.pace.max_seconds
+    assert limit is not None
+    assert 3000 < limit <= 0.9 * 3600
+    assert recording_of(tmp_path).of(End) == [End("finished")]
+
+
+def test_when_the_sweep_is_over_nothing_of_ours_is_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By structure, since times of a step say little here: no patch, no hook, no object of ours that a step calls."""
+    over: list[int] = []
+    callback = short(tmp_path, progress=False)
+
+    def look(module: Tiny, number: int) -> None:
+        if callback.session is None or not callback.session.sweep.done or callback.session.sweep.snapshot is not None:
+            return
+        over.append(number)
+        assert hooks_of(module) == 0
+        assert not vars(module).keys() & {"training_step", "backward", "forward"}
+        assert "save_checkpoint" not in vars(run)
+        assert "train_step_context" not in vars(run.precision_plugin)
+        (optimizer,) = run.optimizers
+        assert not getattr(optimizer, "_optimizer_step_post_hooks", {})
+        assert not torch.is_autocast_enabled("cpu")
+
+    module = Tiny(look)
+    run = trainer(tmp_path, callback, steps=30)
+    for name in ("region", "phase", "step_end", "contaminate"):
+        original = getattr(Sweep, name)
+
+        def counted(sweep: Sweep, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            assert not over, "called although the sweep is over"
+            return _original(sweep, *args, **kwargs)
+
+        monkeypatch.setattr(Sweep, name, counted)
+    run.fit(module, loader(30))
+    assert len(over) == 9
