@@ -49,14 +49,14 @@ class Side:
     """Bytes; None on a CPU."""
 
 
-def measured(options: argparse.Namespace, recipes: list[str], seed: int, folder: str) -> dict[str, Side]:
-    """Run one side in a fresh process: recipe to what it measured.
+def measured(options: argparse.Namespace, recipes: list[str] | None, seed: int, folder: str) -> dict[str, Side]:
+    """Run one side in a fresh process: recipe to what it measured, the baseline first; None for all that can run.
 
     Raises:
         RuntimeError: the process ended without a result; the text is the end of what it said.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", folder, "--seed", str(seed)]
-    command += ["--preset", options.preset, "--recipes", ",".join(recipes)]
+    command += ["--preset", options.preset, *(["--recipes", ",".join(recipes)] if recipes else [])]
     for name in ("rounds", "settle", "timed", "batch", "sequence"):
         if getattr(options, name) is not None:
             command += [f"--{name}", str(getattr(options, name))]
@@ -122,28 +122,6 @@ def child(options: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
 
 
-def available() -> list[str]:
-    """The recipes that a sweep would take by itself here, without the baseline, asked in a process of its own."""
-    code = (
-        "import torch, json\n"
-        "from lowprec_callback.engines.choose import choose_engine\n"
-        "from lowprec_callback.recipes import resolve\n"
-        "from examples.mini_gpt.model import PRESETS, MiniGPT\n"
-        "gpu = torch.cuda.is_available()\n"
-        "device = torch.device('cuda' if gpu else 'cpu')\n"
-        "model = MiniGPT(PRESETS['tiny'], dtype=torch.bfloat16 if gpu else torch.float32, device=device.type)\n"
-        "engine = choose_engine(model, device)\n"
-        "able, _ = engine.sort_out(resolve(None, engine.name))\n"
-        "print(json.dumps([card.name for card in able if card.name != engine.default_baseline]))\n"
-    )
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=root)
-    if done.returncode:
-        raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-8:]))
-    names: list[str] = json.loads(done.stdout.strip().splitlines()[-1])
-    return names
-
-
 def row(what: str, name: str, inside: Side, alone: Side) -> tuple[str, bool]:
     """(a line of the table, whether both agree)."""
     difference, allowed = inside.step_ms - alone.step_ms, math.hypot(inside.half_ms, alone.half_ms)
@@ -169,7 +147,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, help="instead of the preset's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=3)
-    parser.add_argument("--timed", type=int, default=6)
+    parser.add_argument("--timed", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the first order; the second is of the next seed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -178,9 +156,10 @@ def main() -> int:
         return 0
     began = time.monotonic()
     try:
-        recipes = options.recipes.split(",") if options.recipes else available()
+        asked = options.recipes.split(",") if options.recipes else None
         with tempfile.TemporaryDirectory() as folder:
-            sides: dict[str, Any] = {"one order": measured(options, recipes, options.seed, folder)}
+            sides: dict[str, Any] = {"one order": measured(options, asked, options.seed, folder)}
+            recipes = list(sides["one order"])[1:]
             sides["another order"] = measured(options, recipes, options.seed + 1, folder)
             alone = {name: measured(options, [name], options.seed, folder) for name in recipes}
     except RuntimeError as error:

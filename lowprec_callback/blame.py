@@ -44,6 +44,21 @@ def raised_by_library(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and dis.opname[code.co_code[innermost.tb_lasti]] not in _RAISES
 
 
+def passed_through_us(error: BaseException) -> bool:
+    """Whether it came out of a function of this package that the user's step called without knowing.
+
+    Those are our hooks on the model's modules and what stands around the library's entries. The first frame is the
+    one that caught the exception: ours in any case.
+    """
+    here = Path(__file__).parent
+    frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while frame is not None:
+        if here in Path(frame.tb_frame.f_code.co_filename).parents:
+            return True
+        frame = frame.tb_next
+    return False
+
+
 _RAISES = ("RAISE_VARARGS", "RERAISE")
 
 

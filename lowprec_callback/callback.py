@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowprec_callback import arguments, resume, trainer_facts
-from lowprec_callback.blame import in_words
+from lowprec_callback.blame import in_words, passed_through_us
 from lowprec_callback.boundaries import StepWindow
 from lowprec_callback.loggers import log_report
 from lowprec_callback.patches import Patches
@@ -435,21 +435,21 @@ class LowPrecisionProfiler(Callback):
                 with self._region(trainer):
                     output = step(*args, **kwargs)
             except Exception as error:
-                if not (self._sweeping and self._sweep.blame(error)):
+                if not self._excused(trainer, error):
                     raise
             else:
                 if trial is not None:
                     with self._ours(trainer):
                         trial.computed(output)
                 return output
-            with self._region(trainer):  # the baseline's, now
+            with self._region(trainer):  # the baseline's, now; none, if the sweep had to end
                 return step(*args, **kwargs)
 
         def backward_(*args: Any, **kwargs: Any) -> Any:
             try:
                 return backward(*args, **kwargs)
             except Exception as error:
-                if not (self._sweeping and self._sweep.blame(error)):
+                if not self._excused(trainer, error):
                     raise
                 forget_gradients(pl_module)
 
@@ -473,6 +473,18 @@ class LowPrecisionProfiler(Callback):
                 optimizer.register_step_post_hook(self._after_step(trainer, index))
                 for index, optimizer in enumerate(trainer.optimizers)
             ]
+
+    def _excused(self, trainer: Trainer, error: Exception) -> bool:
+        """Whether an exception in the user's step is not the user's: the recipe is given up then, or the sweep."""
+        if not self._sweeping:
+            return False
+        if self._sweep.blame(error):
+            return True
+        if trainer.world_size > 1 or not passed_through_us(error):
+            return False
+        with self._ours(trainer):
+            raise error
+        return True
 
     def _after_step(self, trainer: Trainer, index: int) -> Callable[..., None]:
         """With manual optimization, steps lie inside `training_step`, and more of it follows them."""

@@ -696,11 +696,19 @@ class Sweep:
         With `library`, at what the library's own log says of them too; with `held`, at memory.
         """
 
+        broken: list[str] = []
+
         def boundary(scope: Scope, enters: bool) -> None:
-            if library is not None:
-                library.boundary(scope)
-            if held is not None:
-                held.boundary(scope, enters)
+            if broken:
+                return
+            try:
+                if library is not None:
+                    library.boundary(scope)
+                if held is not None:
+                    held.boundary(scope, enters)
+            except Exception as error:  # this stands in a hook of the user's module
+                broken.append(in_words(error))
+                self.recorder.add(Problem(self._what, f"modules could not be followed to the end: {broken[0]}"))
 
         scopes = self._ranged_scopes(boundary)
         tracer = Tracer(self.engine.device, shapes=True)
