@@ -17,7 +17,7 @@ from lowprec_callback.loggers import log_report
 from lowprec_callback.patches import Patches
 from lowprec_callback.plan import Settings
 from lowprec_callback.progress import say
-from lowprec_callback.ranks import why_not
+from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError
 from lowprec_callback.session import (
     Continuation,
@@ -211,7 +211,8 @@ class LowPrecisionProfiler(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is on its device and the optimizers exist: open the session."""
         if self._continue_with is not None and not self._stop_after:
-            self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with)
+            ranks = ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size)
+            self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with, ranks)
         if not self._started:
             self._started = True
             if refusal := trainer_facts.refusal(trainer, pl_module):

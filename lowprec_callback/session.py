@@ -279,12 +279,22 @@ class Continuation:
     card: RecipeCard
 
     @staticmethod
-    def of(options: Options, model: nn.Module, device: torch.device, recipe: str) -> Continuation:
-        """Prepare, and prove that it can be done.
+    def of(
+        options: Options, model: nn.Module, device: torch.device, recipe: str, processes: Ranks | None = None
+    ) -> Continuation:
+        """Prepare, and prove that it can be done, on every rank.
 
         Raises:
-            ProfilerError: the recipe is unknown, or cannot run here.
+            ProfilerError: the recipe is unknown, or cannot run here, or on another rank.
         """
+        try:
+            made, _ = (processes or Alone()).together(lambda: Continuation._here(options, model, device, recipe))
+        except RankError as error:
+            raise ProfilerError(str(error)) from error
+        return made
+
+    @staticmethod
+    def _here(options: Options, model: nn.Module, device: torch.device, recipe: str) -> Continuation:
         engine = choose_engine(model, device)
         try:
             card = resolve([recipe], engine.name)[0].with_arguments(options.recipe_arguments.get(recipe, {}))

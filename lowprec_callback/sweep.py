@@ -69,6 +69,10 @@ BENCHMARK_SHARE = 0.3
 """Share of the time that is left which the GEMM benchmark may take, where there is a limit."""
 
 
+class NeverClean(Exception):
+    """Every step that was watched had something foreign in it, on one rank or another."""
+
+
 class Progress(Protocol):
     """Tells a person how far the sweep is."""
 
@@ -356,6 +360,8 @@ class Sweep:
             yield from steps
         except RecipeFailed as failure:
             self._give_up(failure)
+        except NeverClean as reason:  # all ranks come to this together
+            self.recorder.add(Problem(what, str(reason)))
         except Exception as error:
             if self.processes.size > 1:
                 raise
@@ -467,7 +473,9 @@ class Sweep:
             if self._was_clean():
                 break
         else:
-            self.recorder.add(Problem("capture", f"in {TRIES} steps, one after another: {self._dirty}"))
+            self.recorder.add(
+                Problem("capture", f"in {TRIES} steps, one after another: {self._dirty or 'so it was on another rank'}")
+            )
             return
         logs = [log]
         if self.processes.size == 1 and self.sizes.changing:
@@ -624,7 +632,7 @@ class Sweep:
             if self._was_clean():
                 break
         else:
-            raise RuntimeError(f"{self._dirty}, in {TRIES} steps one after another")
+            raise NeverClean(f"in {TRIES} steps, one after another: {self._dirty or 'so it was on another rank'}")
         self.recorder.add(*self._memory_read, *held.peak())
         self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
         self.recorder.add(*library.facts(card.name, log))

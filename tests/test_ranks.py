@@ -246,6 +246,20 @@ def test_all_ranks_stop_for_a_fallback_in_rank_zeros_report_or_none(
         assert {str(error) for error in found} == {"planted The report is in runs/it."}
 
 
+def test_training_goes_on_in_a_recipe_only_if_every_rank_can() -> None:
+    def proceed(ranks: Ranks) -> session.Continuation:
+        recipe = "bf16" if ranks.rank != 1 else "mxfp8"
+        return session.Continuation.of(session.Options(), torch.nn.Linear(16, 16), torch.device("cpu"), recipe, ranks)
+
+    found = in_step(3, proceed)
+    assert all(isinstance(error, session.ProfilerError) for error in found)
+    assert str(found[1]).startswith("continue_with: mxfp8 cannot run here")
+    for other in (found[0], found[2]):
+        assert "): ProfilerError: continue_with: mxfp8 cannot run here" in str(other)
+    alone = session.Continuation.of(session.Options(), torch.nn.Linear(16, 16), torch.device("cpu"), "bf16")
+    assert alone.card.name == "bf16"
+
+
 # -- Recordings of the other ranks -------------------------------------------------------------------------------------
 
 

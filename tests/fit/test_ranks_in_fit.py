@@ -16,7 +16,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lowprec_callback import load_report
+from lowprec_callback import load_report, trainer_facts
+from lowprec_callback.ranks import Alone
 from lowprec_callback.recording import (
     End,
     ForwardTime,
@@ -30,6 +31,7 @@ from lowprec_callback.recording import (
     StepTime,
     read,
 )
+from lowprec_callback.sweep import Sweep
 from tests.fit.models import Tiny, loader, profiler, trainer
 from tests.fit.ranks_script import STEPS
 
@@ -230,6 +232,30 @@ def facts_so_far(run: Path) -> Recording:
     facts = read(run)
     assert facts.of(Plan)
     return facts
+
+
+class Two(Alone):
+    """The only one of two that is there."""
+
+    size = 2
+
+
+def test_a_part_that_all_ranks_leave_out_together_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several ranks a failure of ours ends the process, unless all know of it: here no step is ever clean."""
+    monkeypatch.setattr(trainer_facts, "ranks_of", lambda *_: Two())
+    monkeypatch.setattr(Sweep, "_was_clean", lambda _sweep: False)
+    callback, module = profiler(tmp_path / "runs", guard_steps=0), Tiny()
+    run = trainer(tmp_path, callback, steps=45)
+    run.fit(module, loader(45))
+    assert run.global_step == 45
+    facts = read(run_folder(tmp_path / "runs"))
+    assert facts.of(End) == [End("finished")]
+    left_out = {problem.where: problem.message for problem in facts.of(Problem)}
+    assert {"capture", "trace of fp32", "trace of bf16"} <= set(left_out)
+    assert left_out["trace of bf16"] == "in 4 steps, one after another: so it was on another rank"
+    assert {step.recipe for step in facts.of(StepTime)} == {"fp32", "bf16"}
 
 
 class XLAStrategy(SingleDeviceStrategy):
