@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from lowprec_callback.analyze import (
     findings_gemm,
+    findings_host,
     findings_idle,
     findings_memory,
     findings_plain,
@@ -24,11 +25,14 @@ Found = Finding | list[Finding] | None
 
 CATALOGUE: dict[str, Callable[[Case], Found]] = {
     "launch-bound": findings_idle.find_launch_bound,
+    "launch-starved": findings_host.find_launch_starved,
+    "host-stall": findings_host.find_host_stall,
     "data-wait": findings_idle.find_data_wait,
     "synchronization": findings_idle.find_synchronization,
     "straggler": findings_ranks.find_straggler,
     "communication-exposed": findings_step.find_communication,
     "optimizer-share": findings_step.find_optimizer,
+    "casts-from-fp32": findings_step.find_casts,
     "*-dominates": findings_step.find_blind,
     "attention-unfused": findings_step.find_unfused,
     "recompute": findings_step.find_recompute,

@@ -65,6 +65,7 @@ def find_no_gain(case: Case) -> list[Finding]:
         total = Figure.total([figure for _, figure in members], "ms")
         names = some([text.split(" ")[0] for text, _ in members])
         evidence = [text for text, _ in members[:6]]
+        evidence += _kernel_names(case, members[0][0].split(" ")[0]) if code == "gemm-not-faster" else []
         if bound:
             evidence.append("some of these calls take longer to launch than to run")
         advice = f"Keep these layers out of the recipe ({how})"
@@ -82,6 +83,17 @@ def find_no_gain(case: Case) -> list[Finding]:
             )
         )
     return found
+
+
+def _kernel_names(case: Case, name: str) -> list[str]:
+    """The kernels that the traced steps ran for an operation's GEMMs, in the recipe and in the baseline."""
+    rows = []
+    for recipe, views in ((case.part.name, case.views), (case.base.name, case.base_views)):
+        groups = [g for view in views for g in view.groups if g.is_linear_gemm and operation(g.module) == name]
+        if groups:
+            kernels = some([group.name for group in sorted(groups, key=lambda group: -group.ms)], 3)
+            rows.append(f"kernels of {name} in {recipe}: {kernels}")
+    return rows
 
 
 Key = tuple[str, int, int, int]

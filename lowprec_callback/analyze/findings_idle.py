@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from lowprec_callback.analyze.finding_case import Case, ms_text, rests_on, share
+from lowprec_callback.analyze.findings_host import stalled
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.idle import split_idle
 from lowprec_callback.analyze.provenance import lines_of
@@ -98,10 +100,13 @@ def find_launch_bound(case: Case) -> Finding | None:
     beside = ""
     starved = idle_part(case, "launch-starved")
     if idle.value is not None and starved.value is not None:
-        # What the host spends on the batch or in waits is no launching: see the other findings about idle time.
-        if starved.value < IDLE_LOW * case.wall:
+        # What the host spends on the batch, in waits or on other work is no launching: see the other findings.
+        stall = stalled(case, starved)
+        if stall.value is not None:
+            starved = replace(starved, value=starved.value - stall.value, low=None, high=None)
+        if starved.value is None or starved.value < IDLE_LOW * case.wall:
             return None
-        beside = _beside(case)
+        beside = _beside(case, stall)
         idle = starved
     evidence = [rests_on(f"host time of a step {ms_text(part.host_ms.value)} of {ms_text(case.wall)}", part.host_ms)]
     if idle.value is not None:
@@ -125,12 +130,14 @@ def find_launch_bound(case: Case) -> Finding | None:
     )
 
 
-def _beside(case: Case) -> str:
+def _beside(case: Case, stall: Figure) -> str:
     """`, beside 12.0 ms in which the batch is late`: what else the GPU is idle for."""
-    words = {"data": "in which the batch is late", "synchronization": "behind waits of the host"}
     told = []
-    for cause, what in words.items():
-        part = idle_part(case, cause)
+    for part, what in (
+        (idle_part(case, "data"), "in which the batch is late"),
+        (idle_part(case, "synchronization"), "behind waits of the host"),
+        (stall, "in which the host does something else"),
+    ):
         if part.value and case.wall and part.value >= BESIDE * case.wall:
             told.append(f"{ms_text(part.value)} {what}")
     return f", beside {' and '.join(told)}" if told else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
-from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share
+from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share, some
 from lowprec_callback.analyze.findings_idle import FUSED_OPTIMIZER
 from lowprec_callback.analyze.gap import GEMMS, QUANTIZING, SLOWER
 from lowprec_callback.analyze.gemms import operation
@@ -22,6 +23,12 @@ worth telling."""
 
 EATEN = 0.20
 """Share of what GEMMs save that quantization must take back to be worth telling."""
+
+CASTS = 0.02
+"""Share of the step from which casts from FP32 to BF16 are worth telling."""
+
+_TO_BF16 = re.compile(r"\bbfloat16_copy_kernel_cuda\b")
+"""PyTorch's kernel that converts FP32 to BF16; a copy within one type has another name (ATen, cuda/Copy.cu)."""
 
 NOISY = 0.01
 """Half-width of a speedup that shows no difference, from which it is noise; below, the two steps are equally fast."""
@@ -124,6 +131,33 @@ def find_blind(case: Case) -> Finding | None:
     )
 
 
+def find_casts(case: Case) -> Finding | None:
+    """PyTorch converts FP32 to BF16 in the passes of the baseline: weights or inputs are not held in BF16."""
+    if case.on_cpu or not case.part.baseline or case.part.name == "fp32":
+        return None
+
+    def cast(group: KernelGroup) -> bool:
+        return group.phase != "optimizer" and _TO_BF16.search(group.name) is not None
+
+    ms = case.kernels(cast)
+    part = share(ms.value, case.wall)
+    if ms.value is None or part is None or part < CASTS:
+        return None
+    groups = [group for view in case.views for group in view.groups if cast(group)]
+    places = some([operation(group.module) for group in sorted(groups, key=lambda group: -group.ms) if group.module])
+    return case.found(
+        "casts-from-fp32",
+        ms,
+        f"PyTorch converts FP32 to BF16 for {ms_text(ms.value)} ({part:.1%}) of the {case.part.name} step.",
+        [
+            rests_on(f"{case.launches(cast):.0f} kernels bfloat16_copy_kernel_cuda, {ms_text(ms.value)} a step", ms),
+            f"launched in {places or 'no module that was followed'}",
+        ],
+        "Look for weights or inputs in FP32 there, and for a torch.autocast around layers that have a precision of "
+        "their own; weights can be held in BF16 if the optimizer keeps FP32 master weights.",
+    )
+
+
 def find_unfused(case: Case) -> Finding | None:
     """Attention ran as batched products and a softmax."""
     if case.on_cpu:
@@ -203,6 +237,7 @@ def find_quantization(case: Case) -> Finding | None:
     ledger = case.part.ledger
     kinds = sorted(((bucket(ledger, name) or 0.0, name) for name in QUANTIZATION), reverse=True)
     said = ", ".join(f"{name} {ms_text(ms)}" for ms, name in kinds if ms)
+    launches = case.launches(lambda group: group.bucket in QUANTIZATION)
     faster = [
         other
         for other in case.everyone
@@ -222,7 +257,10 @@ def find_quantization(case: Case) -> Finding | None:
         "quantization-cost",
         cost,
         f"Quantization takes {ms_text(cost.value)} a step, {taken}.",
-        [rests_on(f"in the traced step: {said}" if said else "gap", cost)],
+        [
+            rests_on(f"in the traced step: {said}" if said else "gap", cost),
+            *([f"{launches:.0f} kernels a step do it"] if launches else []),
+        ],
         advice,
     )
 
