@@ -14,6 +14,7 @@ from lowprec_callback.analyze import (
     findings_host,
     findings_idle,
     findings_memory,
+    findings_numerics,
     findings_plain,
     findings_ranks,
     findings_step,
@@ -45,6 +46,7 @@ CATALOGUE: dict[str, Callable[[Case], Found]] = {
     "throttled": findings_gemm.find_throttled,
     "padding": findings_gemm.find_padding,
     "memory-up": findings_memory.find_memory,
+    "gradient-scales-frozen": findings_numerics.find_frozen_gradients,
     "noise": findings_step.find_noise,
     "sweep-too-short": findings_gemm.find_short,
 }
