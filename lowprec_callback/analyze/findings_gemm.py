@@ -194,6 +194,12 @@ def find_slower_in_step(case: Case) -> Finding | None:
         rests_on(f"GEMM kernels {ms_text(over.value + bench.value)} in the step, {ms_text(bench.value)} on the bench")
     ]
     reasons, advice = [], []
+    rows = case.part.verdict.rows if case.part.verdict is not None else ()
+    other = math.fsum(row.share for row in rows if row.verdict == "fallback")
+    if other > OUTSIDE:
+        evidence.append(f"{other:.1%} of the linear-layer FLOPs did not run as asked (verdict)")
+        reasons.append(f"{other:.0%} of their FLOPs ran in another precision than was asked and benchmarked")
+        advice.append("See first to the layers that the verdict names: the recipe did not reach them")
     mhz = _mhz(case)
     if mhz and case.bench_mhz:
         evidence.append(f"SM clock {mhz:.0f} MHz in the steps, {case.bench_mhz:.0f} MHz on the bench")

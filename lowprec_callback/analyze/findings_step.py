@@ -113,12 +113,14 @@ def find_blind(case: Case) -> Finding | None:
     gemm = bucket(ledger, "gemm")
     if not case.part.baseline or ledger is None or not wall or gemm is None or gemm >= wall:
         return None
+    if launch_bound(case.part, case.on_cpu):
+        return None  # idle dominates, and a GPU that does less has more of it
     known = {name: ms for name in BLIND_ADVICE if (ms := bucket(ledger, name)) is not None}
     name = max(known, key=lambda each: known[each], default=None)
     if name is None or known[name] <= 0 or (known[name] < gemm and known[name] < BLIND * wall):
         return None
     if known[name] < EXPOSED * wall or (name == "attention" and unfused_attention(case.views) and not case.on_cpu):
-        return None  # idle dominates both; or the advice is to fuse it, which `find_unfused` gives
+        return None  # neither is large; or the advice is to fuse it, which `find_unfused` gives
     ms, ceiling = known[name], wall / (wall - gemm)
     figures = (ledger.buckets[name], ledger.buckets["gemm"])
     return case.found(

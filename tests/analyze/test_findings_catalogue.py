@@ -11,6 +11,7 @@ import pytest
 
 from lowprec_callback.analyze.findings import CATALOGUE
 from lowprec_callback.recording import (
+    ROLES,
     AttentionBackend,
     Dispatch,
     Fact,
@@ -19,10 +20,11 @@ from lowprec_callback.recording import (
     Memory,
     Plan,
     Scales,
+    Trace,
     UncachedWeights,
 )
 
-from .recordings import ADAM, BF16, DELAYED, DELAYED_CARD, Kernel, dispatch, gpu_facts
+from .recordings import ADAM, BF16, BF16_CARD, DELAYED, DELAYED_CARD, Kernel, dispatch, gpu_facts, step_kernels, trace
 from .test_findings import (
     LINEARS,
     NCCL,
@@ -150,6 +152,31 @@ def test_the_kernels_of_a_slow_shape_are_named() -> None:
     assert one is not None
     assert any("in fp8_delayed: nvjet_sm90_q" in row for row in one.evidence)
     assert any("in bf16: nvjet_sm90_tst" in row for row in one.evidence)
+
+
+def test_gemms_that_did_not_run_as_asked_are_the_reason_for_being_slower_than_on_the_bench() -> None:
+    ran = {(lin.module, role): dispatch("fp8_delayed", lin, role, BF16_CARD) for lin in LINEARS for role in ROLES}
+    wide = trace("fp8_delayed", step_kernels("bf16", LINEARS, 300.0), 13.0, expected=27)
+
+    def fallen(fact: Fact) -> Fact:
+        if isinstance(fact, Dispatch) and fact.recipe == "fp8_delayed":
+            return ran[fact.module, fact.role]
+        return wide if isinstance(fact, Trace) and fact.recipe == "fp8_delayed" else fact
+
+    slow = {"bf16": BF16, "fp8_delayed": replace(DELAYED, step_ms=10.0)}
+    one = found(changed(gpu_facts(speeds=slow), fallen), "gemm-slower-in-step")
+    assert one is not None
+    assert "98% of their FLOPs ran in another precision" in one.sentence
+    assert "no cause" not in one.advice
+    hot = found(MADE["gemm-slower-in-step"][1](), "gemm-slower-in-step")
+    assert hot is not None
+    assert "another precision" not in hot.sentence
+
+
+def test_no_bucket_dominates_a_step_that_waits_for_the_host() -> None:
+    idle = replace(BF16, gemm_us=10.0, kernel_ms=0.01, autocast_ms=0.01, step_ms=12.0)
+    assert found(gpu_facts(speeds={"bf16": idle}), "attention-dominates", "bf16") is not None
+    assert found(gpu_facts(speeds={"bf16": replace(idle, host_ms=11.9)}), "attention-dominates", "bf16") is None
 
 
 def test_quantization_is_told_with_its_kernels() -> None:
