@@ -27,6 +27,15 @@ _ADVICE = {
 """What to do about the term that grew most, where the formulas do not explain it."""
 
 
+UNCLAIMED = "not attributed"
+"""The term of the memory ledger for live bytes that no owner claims."""
+
+_KEPT = (
+    "It is still held when backward is over, so it is no activation: look for tensors that a module, a list or the ctx "
+    "of an autograd function keeps."
+)
+
+
 def find_memory(case: Case) -> Finding | None:
     """The recipe's peak is higher than the baseline's."""
     peak, before = case.part.peak_gb.value, case.base.peak_gb.value
@@ -61,6 +70,11 @@ def find_memory(case: Case) -> Finding | None:
                 " te.quantized_model_init keeps weights in the recipe's format alone; the optimizer then needs its own "
                 "master weights."
             )
+    kept = _kept(report, case.base.memory)
+    if changed and changed[0][0] == UNCLAIMED and (kept.value or 0.0) > MORE_MEMORY * before:
+        # Whatever else is expected: this is more, and formulas know nothing of it.
+        evidence.append(rests_on(f"{UNCLAIMED} after backward: {kept.value:+.3g} GB", kept))
+        advice = _KEPT
     return case.found(
         "memory-up",
         Figure.missing("ms", "memory costs no time by itself"),
@@ -69,6 +83,16 @@ def find_memory(case: Case) -> Finding | None:
         evidence,
         advice,
     )
+
+
+def _kept(part: MemoryReport | None, base: MemoryReport | None) -> Figure:
+    """What no owner claims at the end of backward, more than in the baseline [GB]."""
+    mine = part.moment("backward") if part is not None else None
+    theirs = base.moment("backward") if base is not None else None
+    absent = Figure.missing("GB", "the end of backward was not recorded")
+    if mine is None or theirs is None:
+        return absent
+    return mine.terms.get(UNCLAIMED, absent).minus(theirs.terms.get(UNCLAIMED, absent))
 
 
 def _changes(part: MemoryReport | None, base: MemoryReport | None) -> list[tuple[str, Figure]]:

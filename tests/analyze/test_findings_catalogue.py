@@ -23,7 +23,9 @@ from lowprec_callback.recording import (
     Trace,
     UncachedWeights,
 )
+from lowprec_callback.report import Finding
 
+from . import memory_steps
 from .recordings import ADAM, BF16, BF16_CARD, DELAYED, DELAYED_CARD, Kernel, dispatch, gpu_facts, step_kernels, trace
 from .test_findings import (
     LINEARS,
@@ -177,6 +179,22 @@ def test_no_bucket_dominates_a_step_that_waits_for_the_host() -> None:
     idle = replace(BF16, gemm_us=10.0, kernel_ms=0.01, autocast_ms=0.01, step_ms=12.0)
     assert found(gpu_facts(speeds={"bf16": idle}), "attention-dominates", "bf16") is not None
     assert found(gpu_facts(speeds={"bf16": replace(idle, host_ms=11.9)}), "attention-dominates", "bf16") is None
+
+
+def test_memory_that_is_still_held_after_backward() -> None:
+    def told(more: memory_steps.Step) -> Finding | None:
+        watched = [*memory_steps.facts(memory_steps.Step(), "bf16"), *memory_steps.facts(more, "fp8_delayed")]
+        return found(
+            [*changed(PLAIN, more_memory), *(fact for fact in watched if not isinstance(fact, Dispatch))], "memory-up"
+        )
+
+    kept = told(memory_steps.Step(others=10**9))
+    assert kept is not None
+    assert kept.advice.startswith("It is still held when backward is over")
+    assert any(row.startswith("not attributed after backward: +1 GB") for row in kept.evidence)
+    passing = told(memory_steps.Step(temporary=10**9))
+    assert passing is not None
+    assert "still held" not in passing.advice
 
 
 def test_quantization_is_told_with_its_kernels() -> None:
