@@ -106,7 +106,7 @@ def find_host_stall(case: Case) -> Finding | None:
         f"For {ms_text(ms.value)} ({part:.0%}) of the step the GPU is idle because the host does something else than "
         f"launching{', ' + phase if phase else ''}.",
         evidence,
-        f"{advice}. Neither a recipe nor CUDA graphs shorten this.",
+        f"{advice}. Neither a recipe nor graphs of the layers shorten this.",
     )
 
 
