@@ -42,6 +42,7 @@ from .test_findings import (
     throttled,
     waiting,
     with_kernels,
+    without_te,
 )
 from .test_findings_host import TO_BF16, before_the_optimizer, short, spaced
 from .test_ranks import summary
@@ -109,6 +110,7 @@ MADE: dict[str, tuple[str, Callable[[], Sequence[Fact]]]] = {
     ),
     "head-outside": ("bf16", lambda: changed(PLAIN, wide_head)),
     "layers-outside": ("bf16", lambda: changed(PLAIN, outside)),
+    "no-te-layers": ("bf16", without_te),
     "gemm-slower-in-step": (
         "fp8_delayed",
         lambda: gpu_facts(speeds={"bf16": BF16, "fp8_delayed": replace(DELAYED, gemm_us=180.0)}),

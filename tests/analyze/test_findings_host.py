@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from lowprec_callback.analyze.findings_host import LONG_MS, late_gaps
 from lowprec_callback.analyze.idle import STARVED, split_idle
 from lowprec_callback.analyze.traceview import view
-from lowprec_callback.recording import Fact, HostPhases, HostWaits, Trace
+from lowprec_callback.recording import Fact, HostPhases, HostWaits, Trace, decode
 
 from .recordings import BF16, DELAYED, SEED_BF16, SEED_DELAYED, Kernel, gpu_facts, step_kernels, te_linears, trace
 from .test_findings import PLAIN, changed, found, with_kernels
@@ -147,6 +149,16 @@ def test_casts_from_fp32() -> None:
     assert found(plain, "casts-from-fp32", "bf16") is None
     masters = with_kernels([Kernel(TO_BF16, 50.0, phase="optimizer")] * 8, "bf16", BF16)
     assert found(masters, "casts-from-fp32", "bf16") is None
+
+
+def test_launches_of_a_real_step_are_far_from_a_long_gap() -> None:
+    """CodonFM 5B on an H200: the host runs ahead; where it is late, it is so by less than a millisecond."""
+    text = gzip.decompress((Path(__file__).parents[2] / "docs" / "codonfm-5b" / "recording.jsonl.gz").read_bytes())
+    traces = [decode(line) for line in text.decode().splitlines() if line.startswith('{"fact":"trace"')]
+    assert traces
+    gaps = [gap for made in traces if isinstance(made, Trace) for gap in late_gaps(view(made))]
+    assert len(gaps) > 20
+    assert 0.1 < max(gap.ms for gap in gaps) < 0.2 * LONG_MS
 
 
 GAPS = st.lists(st.tuples(st.floats(0.0, 9000.0), st.floats(1.0, 500.0), st.floats(-2000.0, 2000.0)), max_size=12)
