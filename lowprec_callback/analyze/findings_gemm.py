@@ -20,6 +20,9 @@ OVER_BENCH = 0.05
 OUTSIDE = 0.02
 """Share of linear-layer FLOPs that no recipe reaches, from which it is worth telling."""
 
+EXPLAINS = 0.2
+"""Share of what GEMMs take more in the step, from which what did not run as asked is a reason for it."""
+
 CLOCK = 0.02
 """Relative difference of two clocks that means something: NVML reads whole steps of 15 MHz."""
 
@@ -198,8 +201,13 @@ def find_slower_in_step(case: Case) -> Finding | None:
     other = math.fsum(row.share for row in rows if row.verdict == "fallback")
     if other > OUTSIDE:
         evidence.append(f"{other:.1%} of the linear-layer FLOPs did not run as asked (verdict)")
-        reasons.append(f"{other:.0%} of their FLOPs ran in another precision than was asked and benchmarked")
-        advice.append("See first to the layers that the verdict names: the recipe did not reach them")
+        by_width = min(_by_precision(case), over.value)
+        if by_width >= EXPLAINS * over.value:
+            reasons.append(
+                f"{other:.0%} of their FLOPs ran in another precision than was benchmarked, which explains about "
+                f"{ms_text(by_width)}"
+            )
+            advice.append("See first to the layers that the verdict names: the recipe did not reach them")
     mhz = _mhz(case)
     if mhz and case.bench_mhz:
         evidence.append(f"SM clock {mhz:.0f} MHz in the steps, {case.bench_mhz:.0f} MHz on the bench")
@@ -223,6 +231,27 @@ def find_slower_in_step(case: Case) -> Finding | None:
         evidence,
         f"{'. '.join(advice or [_NO_CAUSE])}.",
     )
+
+
+def _by_precision(case: Case) -> float:
+    """What GEMMs cost that ran as in the baseline instead of as asked [ms a step]: sum of calls x (k_0 - k_r).
+
+    k are the kernel-only times of the benchmark in the baseline and in the recipe; 0 where they are not known.
+    """
+    if case.part.verdict is None or case.base.verdict is None:
+        return 0.0
+    ran = {(row.module, row.role): row.ran for row in case.base.verdict.rows}
+    times: list[dict[tuple[str, str, int, int, int], float]] = [
+        {(row.operation, row.role, row.m, row.k, row.n): row.kernel_ms.value or 0.0 for row in part.gemms}
+        for part in (case.base, case.part)
+    ]
+    more = 0.0
+    for row in case.part.verdict.rows:
+        key = (operation(row.module), row.role, row.m, row.k, row.n)
+        base, own = (found.get(key, 0.0) for found in times)
+        if row.verdict == "fallback" and row.ran == ran.get((row.module, row.role)) and base and own:
+            more += row.calls * (base - own)
+    return more
 
 
 def _mhz(case: Case) -> float | None:

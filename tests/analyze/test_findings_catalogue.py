@@ -171,6 +171,7 @@ def test_gemms_that_did_not_run_as_asked_are_the_reason_for_being_slower_than_on
     one = found(changed(gpu_facts(speeds=slow), fallen), "gemm-slower-in-step")
     assert one is not None
     assert "98% of their FLOPs ran in another precision" in one.sentence
+    assert f"explains about {24 * (0.29 - 0.145):.2f} ms" in one.sentence
     assert "no cause" not in one.advice
     hot = found(MADE["gemm-slower-in-step"][1](), "gemm-slower-in-step")
     assert hot is not None
