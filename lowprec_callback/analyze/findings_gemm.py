@@ -276,7 +276,8 @@ def _power_advice(case: Case) -> str | None:
 def find_throttled(case: Case) -> Finding | None:
     """The clock was held down by power or temperature at the end of at least half of a recipe's blocks.
 
-    at stake = GEMM time in the step x (1 - clock / highest clock): what GEMMs would save at the highest clock.
+    at stake = GEMM time in the step x (1 - clock / highest clock): what GEMMs would save at the highest clock. Missing
+    where the power limit is the default one: then this is the GPU at full load, and there is nothing to win.
     """
     slowed = [(line, clock) for line, clock in case.clocks if any(_SLOWED.search(word) for word in clock.throttle)]
     if not slowed or 2 * len(slowed) < len(case.clocks):
@@ -299,6 +300,8 @@ def find_throttled(case: Case) -> Finding | None:
         advice = f"{power_advice}."
     else:
         advice = "No limit below the default was seen: this is the GPU at full load. Expect its GEMMs at this clock."
+        if limits[0] in case.environment and limits[1] in case.environment:
+            ms = Figure.missing("ms", "the power limit is the default one")
     blocks = f"{len(slowed)} of {len(case.clocks)} block{'s' * (len(case.clocks) != 1)}"
     at = f" at {mhz:.0f} MHz" if mhz is not None else ""
     below = f", of {highest:.0f} at most" if highest and mhz is not None else ""

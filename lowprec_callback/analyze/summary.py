@@ -16,6 +16,7 @@ from lowprec_callback.analyze.conditions import asked, conditions
 from lowprec_callback.analyze.finding_case import Case as FindingCase
 from lowprec_callback.analyze.findings import findings
 from lowprec_callback.analyze.gap import between
+from lowprec_callback.analyze.gemm_rates import without_impossible
 from lowprec_callback.analyze.gemms import Benchmark, GemmTotals, amdahl, speedup, totals
 from lowprec_callback.analyze.health import bad_loss, clocks_text, last_loss, numerics, peak, scale_rows
 from lowprec_callback.analyze.ledger import ledger
@@ -201,7 +202,7 @@ class _Facts:
         self.gemms: Numbered[Gemm] = _latest(recording.lines(Gemm))
         self.cards = {card.recipe: card for card in recording.of(Card)}
         self.refusals = {refusal.recipe: refusal for refusal in recording.of(Refusal)}
-        self.benchmark = Benchmark(recording.lines(GemmTime))
+        self.benchmark = Benchmark(without_impossible(recording).lines(GemmTime))
         override = self.variables.get("NVTE_BACKWARD_OVERRIDE")
         self.book = SignatureBook(recording.of(GemmTime), self.cards, override)
         self.steps = _by_recipe(

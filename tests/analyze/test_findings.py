@@ -489,6 +489,11 @@ def test_throttled() -> None:
     assert one.ms.origin == "estimated"
     assert "3 of 3 blocks" in one.sentence
     assert "nvidia-smi" not in one.advice
+    limits = {"highest sm clock": "1980 MHz", "power limit": "700 W", "default power limit": "700 W"}
+    full = found([*throttled("power cap", 3), replace(highest, facts=limits)], "throttled")
+    assert full is not None
+    assert full.ms.reason == "the power limit is the default one"  # there is nothing to win
+    assert "full load" in full.advice
     unknown = found(throttled("thermal slowdown (hardware)", 2), "throttled")
     assert unknown is not None
     assert unknown.ms.value is None

@@ -250,3 +250,16 @@ def test_neither_torch_nor_te_is_imported() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_time_that_no_gpu_can_reach_promises_nothing() -> None:
+    """A hundredth of a microsecond for a GEMM: the sum that it is in is missing, with that reason."""
+    facts = [
+        replace(fact, samples_ms=(1e-5,) * 6) if isinstance(fact, GemmTime) and fact.recipe == "fp8_delayed" else fact
+        for fact in gpu_facts()
+    ]
+    part = analyze(Recording.from_facts(facts)).recipe("fp8_delayed")
+    assert part.gemm_kernel_ms.value is None
+    assert "peak" in (part.gemm_kernel_ms.reason or "")
+    assert part.speedups is not None
+    assert part.speedups.kernel.value is None
