@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Models here are tiny: a second thread costs more than it does, also in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples on every machine, however slow it is.
 settings.register_profile("lowprec", deadline=None, derandomize=True, database=None, max_examples=60)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_callback.analyze.prediction import FROM_GEMMS, FROM_MODULES, SPREAD
@@ -204,6 +204,7 @@ def test_it_never_pays_or_always(forward: float, trend: tuple[float, float], wor
     assert made.pays_from.known == ("fewer" in words)
 
 
+@settings(max_examples=15)
 @given(st.floats(0.2, 3.0), st.floats(0.2, 3.0))
 def test_slower_modules_predict_a_slower_step(one: float, other: float) -> None:
     facts = gpu_facts(rounds=1)

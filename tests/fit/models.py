@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +109,16 @@ def profiler(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
 def short(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
     """The same without the numerics guard: 3 steps, then 2 recipes x (2 rounds x (1 + 2) + 1 traced, 2 before it)."""
     return profiler(folder, **{"guard_steps": 0, **arguments})
+
+
+def in_a_process_of_its_own(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code that finds this package and its tests, with the folder as its argument."""
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(folder)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lowprec_callback.measure import gemms
 from lowprec_callback.recording import End, GemmTime, Problem, Refusal, Restored, StepTime, Trace
-from tests.fit.models import BATCH, WIDTH, Tiny, loader, short, trainer
+from tests.fit.models import BATCH, WIDTH, Tiny, in_a_process_of_its_own, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 
@@ -163,15 +159,7 @@ SMALL_FILES = """
 
 def test_a_disk_that_fills_up_takes_nothing_from_the_training(tmp_path: Path) -> None:
     """In a process of its own: the limit holds for every file that a process writes, also one for its output."""
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SMALL_FILES), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = in_a_process_of_its_own(SMALL_FILES, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "File too large; later facts are only in memory" in done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told:")]

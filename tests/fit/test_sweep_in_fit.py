@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -41,7 +37,7 @@ from lowprec_callback.recording import (
     read,
 )
 from lowprec_callback.session import FallbackError, ProfilerError
-from tests.fit.models import Tiny, Validated, loader, profiler, trainer
+from tests.fit.models import Tiny, Validated, in_a_process_of_its_own, loader, profiler, trainer
 
 
 def recording_of(folder: Path) -> Recording:
@@ -303,15 +299,7 @@ def test_a_killed_process_leaves_a_recording_that_opens(tmp_path: Path) -> None:
         folder = Path(sys.argv[1])
         trainer(folder, profiler(folder)).fit(Tiny(kill), loader(60))
     """
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = in_a_process_of_its_own(script, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     facts = recording_of(tmp_path)
     assert facts.of(Gemm)
