@@ -25,6 +25,9 @@ steps the launch queue fills up, and the host's time is then the GPU's."""
 NEAR_ONE = 1.05
 """Below this the GEMMs themselves gain next to nothing."""
 
+BELOW_ONE = 0.90
+"""GEMM speedup up to which a recipe's GEMMs are called slower, not as fast."""
+
 NEAR_STEP = 0.75
 """The step follows its GEMMs if it realizes this share of the gain that they promised."""
 
@@ -267,11 +270,12 @@ def _read(part: RecipeReport, scene: Scene) -> str:
     if speedups.kernel.value is not None and speedups.autocast.value is not None:
         cost = "casts" if scene.on_cpu else "quantization"
         gains = f"{_known(speedups.kernel)} as kernels and {_known(speedups.autocast)} with their {cost}"
+    near_one = "GEMM speedup near 1" if promised.value > BELOW_ONE else "GEMMs slower than the baseline's"
     if promised.value < NEAR_ONE <= step:
         more = "the benchmark does not explain that gain; the gap says where it is"
-        return f"{name}: GEMM speedup near 1 ({gains}), and yet the step runs at {_x(step)}: {more}."
+        return f"{name}: {near_one} ({gains}), and yet the step runs at {_x(step)}: {more}."
     if promised.value < NEAR_ONE:
-        near = f"{name}: GEMM speedup near 1 ({gains}), and the step at {_x(step)}. {_why_near_one(part, scene)}"
+        near = f"{name}: {near_one} ({gains}), and the step at {_x(step)}. {_why_near_one(part, scene)}"
         return f"{near} {_launch(part, scene.baseline)}" if launch_bound(part, scene.on_cpu) else near
     if step - 1 >= NEAR_STEP * (promised.value - 1):
         share = _gemm_share(scene.baseline)
@@ -292,7 +296,8 @@ def _why_near_one(part: RecipeReport, scene: Scene) -> str:
         calls = sum(row.calls for row in part.gemms)
         return f"{bound} of {calls} GEMM calls are shorter than their launch: the shapes are too small to gain."
     where = "CPU" if scene.on_cpu else "GPU"
-    return f"The kernels themselves are hardly faster at these shapes on this {where}."
+    slower = kernel is not None and kernel <= BELOW_ONE
+    return f"The kernels themselves are {'slower' if slower else 'hardly faster'} at these shapes on this {where}."
 
 
 def _why_far(part: RecipeReport, scene: Scene) -> str:

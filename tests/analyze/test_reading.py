@@ -189,6 +189,13 @@ def test_launch_bound(host: float | None, step: float, idle: float | None, bound
     assert idle_share(found) == (None if idle is None else pytest.approx(idle / step))
 
 
+def test_gemms_that_are_slower_are_called_so() -> None:
+    case = scene(part("bf16", 136.4, 0.23, kernel=0.07, autocast=0.07), base=part("fp32", 31.4), on_cpu=True)
+    text = reading(case)[0]
+    assert text.startswith("bf16: GEMMs slower than the baseline's (0.07x as kernels and 0.07x with their casts)")
+    assert "The kernels themselves are slower at these shapes on this CPU." in text
+
+
 def test_a_launch_bound_step_is_called_so_in_every_reading() -> None:
     weak = replace(SEED, speedups=Speedups(*(Figure(x, "x") for x in (1.75, 0.94, 1.05, 0.75))))
     text = reading(scene(weak, base=SEED_BASE))[0]
