@@ -87,7 +87,6 @@ class Ground:
     hosts: Sequence[tuple[int, HostTime]]
     modules: Sequence[tuple[int, ModuleTime]]
     micro_batches: int = 1
-    on_cpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -448,7 +448,6 @@ def _ground(base: _Measured, facts: _Facts) -> PredictionGround:
         hosts=facts.hosts.get(name, []),
         modules=facts.recording.lines(ModuleTime),
         micro_batches=plan.micro_batches if plan else 1,
-        on_cpu=facts.on_cpu,
     )
 
 

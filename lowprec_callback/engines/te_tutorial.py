@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
+from lowprec_callback.measure.gemms import failure_of
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import Gemm, GemmTime, Mode, role_shape
 
@@ -84,10 +85,8 @@ def times(
                 samples = (_time(engine, card, mode, role_shape(role, m, k, n), warm_ups, iterations),)
         except _LeftOutError as error:
             failure = str(error)
-        except torch.OutOfMemoryError:
-            failure = "out of memory"
         except Exception as error:
-            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            failure = failure_of(error)
         yield GemmTime(
             recipe=card.name,
             role=role,

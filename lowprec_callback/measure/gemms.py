@@ -239,9 +239,9 @@ class Benches:
             except torch.OutOfMemoryError:
                 self._fail(job, "out of memory")
             except Exception as error:
-                self._fail(job, _reason(error))
+                self._fail(job, failure_of(error))
         except Exception as error:
-            self._fail(job, _reason(error))
+            self._fail(job, failure_of(error))
         self.read()
         if reader is not None:
             self._unread = (job, reader)
@@ -257,7 +257,7 @@ class Benches:
         try:
             reader()
         except Exception as error:
-            self._fail(job, _reason(error))
+            self._fail(job, failure_of(error))
 
     def close(self) -> None:
         """Give all memory back."""
@@ -288,7 +288,8 @@ class Benches:
         torch.cuda.empty_cache()
 
 
-def _reason(error: Exception) -> str:
+def failure_of(error: Exception) -> str:
+    """Why a benchmark of something failed, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -26,6 +26,7 @@ import torch
 
 from lowprec_callback.engines.base import Engine, LinearLayer
 from lowprec_callback.engines.wrappers import submodule
+from lowprec_callback.measure.gemms import failure_of
 from lowprec_callback.measure.gpu_clock import back_to_back, event
 from lowprec_callback.measure.layer_bench import LEAD_MS, SAMPLE_MS, WARM_UPS, Reader, pace_of, splits_of
 from lowprec_callback.measure.steps import synchronize
@@ -187,8 +188,7 @@ class Trial:
         self._clocks.append(mhz)
 
     def _fail(self, error: Exception) -> None:
-        oom = isinstance(error, torch.OutOfMemoryError)
-        self.failure = "out of memory" if oom else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.failure = failure_of(error)
         self._bench = None
         torch.cuda.empty_cache()
 
