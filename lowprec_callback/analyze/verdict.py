@@ -28,6 +28,9 @@ RECOMPUTED = (
     "recomputed in backward outside the quantized region, and its backward pass with it: reentrant "
     "torch.utils.checkpoint does that, te.checkpoint opens the region again"
 )
+BY_MODEL = ("bf16", "fp16")
+"""(asked, ran) of a baseline that the model itself decides: without quantization a layer multiplies in its own type."""
+IN_FP16 = "the model itself is in FP16, which is what its layers multiply in without quantization; its peak is BF16's"
 SOFTWARE = "the custom quantizer's own code multiplies"
 
 
@@ -290,6 +293,8 @@ def _judge(gemm: Gemm, asked: Operands, outcome: Outcome, audit: Audit, seen: Se
         return "unproven", "the operands' format is not known"
     if asked.precision == "fp8-block" and ran.precision == "mxfp8":
         return "emulated", "block scaling ran as MXFP8"
+    if audit.card.baseline and (asked.precision, ran.precision) == BY_MODEL:
+        return "by_request", IN_FP16
     wider = BITS[ran.precision] > BITS.get(asked.precision, 0)
     fell = _how_it_fell(asked.precision, ran.precision, str(ran))
     if wider and seen.lost_in_recomputation and (outcome.recomputed or gemm.role != "fprop"):
@@ -374,6 +379,8 @@ def _by_kernels_alone(
     worst = max(strange, key=lambda precision: BITS.get(precision, 0))
     if worst not in BITS:
         return ran, "unproven", f"a kernel of precision {worst} ran"
+    if audit.card.baseline and (asked.precision, worst) == BY_MODEL:
+        return ran, "by_request", f"{IN_FP16} (by kernel names alone)"
     wider = BITS[worst] > BITS.get(asked.precision, 0)
     if wider and gemm.role != "fprop" and audit.backward_override:
         return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"

@@ -239,13 +239,14 @@ class TransformerEngineEngine(Engine):
     def _probe_one(self, card: RecipeCard, k: int, n: int) -> str | None:
         generator = torch.Generator(device=self.device).manual_seed(0)
         layer = self.make_linear(k, n, bias=False)
-        x = torch.randn(PROBE_TOKENS, k, device=self.device, dtype=torch.bfloat16, generator=generator)
-        grad = torch.randn(PROBE_TOKENS, n, device=self.device, dtype=torch.bfloat16, generator=generator)
+        weight = next(layer.parameters())
+        # TE takes no other type than the weight's outside of torch.autocast.
+        x = torch.randn(PROBE_TOKENS, k, device=self.device, dtype=weight.dtype, generator=generator)
+        grad = torch.randn(PROBE_TOKENS, n, device=self.device, dtype=weight.dtype, generator=generator)
         x.requires_grad_()
         with self.region(card):
             y = layer(x)
         y.backward(grad.to(y.dtype))
-        weight = next(layer.parameters())
         for what, value in (("output", y), ("input gradient", x.grad), ("weight gradient", weight.grad)):
             if value is None:
                 return f"there is no {what}"

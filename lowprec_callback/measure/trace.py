@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ from lowprec_callback.recording import ROLES, HostPhases, HostWaits, Role, Trace
 PREFIX = "lowprec|"
 """Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
 `lowprec|gemm|ROLE|PATH`, and `lowprec|own|WHAT` around what the step does only because it is traced."""
+
+ENGINE = "autograd::engine::evaluate_function: "
+"""The autograd engine's ranges in torch.profiler: around one node, its hooks, and the sums of its gradients with others
+of the same tensor."""
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -198,6 +203,8 @@ class _Places:
 
     def __init__(self, host: list[dict[str, Any]]) -> None:
         self._segments: dict[Any, tuple[list[float], list[tuple[dict[str, Any], ...]]]] = {}
+        self._nodes: dict[int, dict[str, Any]] = {}
+        """The backward range of ours inside each of the autograd engine's ranges around one node, by that one's id."""
         by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
         phases: list[tuple[float, float, str]] = []
         for event in host:
@@ -208,6 +215,7 @@ class _Places:
         """(begin, end, name) of the step's phases."""
         for thread, events in by_thread.items():
             self._segments[thread] = _segments(events)
+            self._nodes |= _nodes(self._segments[thread][1])
 
     def knows(self, thread: Any) -> bool:
         """Whether any range or operator ran on the thread."""
@@ -227,6 +235,10 @@ class _Places:
         place = _Place(phase=self._phase(instant))
         for event in reversed(stack):
             name = event["name"]
+            if not place.module and id(event) in self._nodes:
+                # The engine is done with the node, and sums its gradients with others of the same tensor.
+                name = self._nodes[id(event)]["name"]
+                place.op = place.op or event["name"]
             if name.startswith(f"{PREFIX}gemm|"):
                 _, _, role, module = name.split("|", 3)
                 place.role = place.role or role
@@ -286,6 +298,16 @@ def _segments(events: list[dict[str, Any]]) -> tuple[list[float], list[tuple[dic
         cut(event["ts"])
     close_until(math.inf)
     return starts, stacks
+
+
+def _nodes(stacks: Iterable[tuple[dict[str, Any], ...]]) -> dict[int, dict[str, Any]]:
+    """Our module's backward range directly inside each range of the engine around one node, by the latter's id."""
+    found: dict[int, dict[str, Any]] = {}
+    for stack in stacks:
+        for outer, inner in pairwise(stack):
+            if outer["name"].startswith(ENGINE) and inner["name"].startswith(f"{PREFIX}module|backward|"):
+                found[id(outer)] = inner
+    return found
 
 
 def _end(event: dict[str, Any]) -> float:

@@ -169,6 +169,24 @@ def test_a_switched_off_region_does_not_excuse_the_baseline() -> None:
     assert set(words(judge(BF16_CARD, ONE, seen)).values()) == {"confirmed"}
 
 
+def test_a_baseline_in_the_models_own_fp16_is_no_fallback() -> None:
+    half = replace(BF16_CARD, fprop=("fp16", "fp16"), dgrad=("fp16", "fp16"), wgrad=("fp16", "fp16"))
+    seen = [dispatch("bf16", ONE[0], role, half) for role in ROLES]
+    found = judge(BF16_CARD, ONE, seen)
+    assert set(words(found).values()) == {"by_request"}
+    assert "the model itself is in FP16" in row(found, "fprop").why
+    kernels = [Kernel("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", 10.0, ONE[0].module, role) for role in ROLES]
+    alone = judge(BF16_CARD, ONE, [], kernels)
+    assert set(words(alone).values()) == {"by_request"}
+    assert row(alone, "fprop").ran == "fp16"
+    both = judge(BF16_CARD, ONE, seen, kernels)
+    assert set(words(both).values()) == {"by_request"}
+    # FP8 that ran in FP16 fell back, whatever the model is in; so did FP16 that was not the baseline's to decide.
+    assert set(words(judge(DELAYED_CARD, ONE, [dispatch("fp8_delayed", ONE[0], r, half) for r in ROLES])).values()) == {
+        "fallback"
+    }
+
+
 def test_emulated() -> None:
     mx = replace(BLOCK_CARD, scaling="mx-32")
     assert set(words(judge(BLOCK_CARD, ONE, dispatches("fp8_block", ONE, mx))).values()) == {"emulated"}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.recording import Dispatch, End, Plan, read
+from lowprec_callback.recording import Dispatch, End, GemmTime, Plan, read
 
 WIDTH, ROWS = 256, 128
 
@@ -48,7 +48,6 @@ def test_the_plugins_region_is_taken_over_and_given_back(tmp_path: Path, precisi
         timed_steps=2,
         traced_steps=1,
         guard_steps=0,
-        gemm_benchmark=False,
         progress=False,
         output_dir=str(tmp_path),
     )
@@ -81,3 +80,10 @@ def test_the_plugins_region_is_taken_over_and_given_back(tmp_path: Path, precisi
     narrow = "fp16" if precision.endswith("float16") else "bf16"
     assert ran == {("bf16", narrow), ("fp8_delayed", "e4m3"), ("fp8_current", "e4m3")}
     assert callback.report is not None
+    assert not [fact for fact in facts.of(GemmTime) if fact.failure]
+    baseline, *others = callback.report.recipes
+    assert baseline.verdict is not None
+    assert {row.verdict for row in baseline.verdict.rows} == {"confirmed" if narrow == "bf16" else "by_request"}
+    for part in others:
+        assert part.verdict is not None
+        assert {row.verdict for row in part.verdict.rows} == {"confirmed"}, part.verdict.summary

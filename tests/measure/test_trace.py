@@ -111,6 +111,41 @@ TWO_STEPS = [
 ]
 
 
+def test_what_the_engine_sums_after_a_node_is_of_the_nodes_module() -> None:
+    """Gradients of a tensor that is used twice are added after the second node, when our range there is over."""
+    engine = "autograd::engine::evaluate_function: "
+    events = [
+        range_("step|0", 1000, 100),
+        op(f"{engine}SliceBackward0", 1010, 20, AUTOGRAD),
+        range_("module|backward|self_attention", 1011, 5, AUTOGRAD),
+        op("SliceBackward0", 1012, 3, AUTOGRAD),
+        launch(1, 1013, AUTOGRAD),
+        op("aten::add", 1018, 4, AUTOGRAD),
+        launch(2, 1019, AUTOGRAD),
+        launch(3, 1025, AUTOGRAD),
+        # A node of no module: what follows it is nobody's.
+        op(f"{engine}AddBackward0", 1032, 8, AUTOGRAD),
+        op("aten::add", 1034, 4, AUTOGRAD),
+        launch(4, 1035, AUTOGRAD),
+        # A module's forward pass inside a node (recomputation) does not make the node that module's.
+        op(f"{engine}CheckpointFunctionBackward", 1042, 20, AUTOGRAD),
+        range_("module|forward|mlp", 1043, 5, AUTOGRAD),
+        launch(5, 1044, AUTOGRAD),
+        op("aten::add", 1050, 4, AUTOGRAD),
+        launch(6, 1051, AUTOGRAD),
+        *(kernel("k", number, 1050 + number, 1) for number in range(1, 7)),
+    ]
+    (trace,) = read_events(events, "bf16", on_gpu=True)
+    assert [(row["module"], row["op"]) for row in rows(trace)] == [
+        ("self_attention", "SliceBackward0"),
+        ("self_attention", "aten::add"),
+        ("self_attention", f"{engine}SliceBackward0"),
+        ("", "aten::add"),
+        ("mlp", f"{engine}CheckpointFunctionBackward"),
+        ("", "aten::add"),
+    ]
+
+
 def test_the_kernels_inside_gemm_ranges() -> None:
     again = [launch(8, 1012), kernel("splitk", 8, 1021, 1), launch(9, 1013), kernel("nvjet_qqtst", 9, 1022, 8)]
     assert read_gemm_kernels([*again, *TWO_STEPS]) == {
