@@ -51,7 +51,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     (folder / "tmp").mkdir(exist_ok=True)
     launched = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in launched and not k.startswith(("SLURM_", "TORCHELASTIC_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, **more}
 
 
 def launch(*commands: tuple[list[str], dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
