@@ -5,15 +5,22 @@
     python benchmarks/isolation.py --preset tiny --batch 1 --sequence 16         (on a CPU: fp32 and bf16)
 
 Each side runs in a process of its own: a sweep over all recipes, the same with another order of them, and for each
-recipe a sweep over it and the baseline alone. All train the same MiniGPT. A recipe's step agrees if the 95% intervals
-of both sides allow it,
+recipe a sweep over it and the baseline alone. All train the same MiniGPT. Compared are the step's time, the time in
+which the GPU was busy in a traced step (which the host's pace does not change), and the peak of memory. Two times a
+(in the sweep) and b (alone) are the `same` if
 
-    |a - b| <= max(sqrt(ha^2 + hb^2), margin x b)
+    |a - b| <= max(sqrt(ha^2 + hb^2), 1% of b)                                                      [ms]
 
-a, b: medians of the step in the sweep and alone [ms]; ha, hb: their half-widths; margin: 1%, what neighbouring runs of
-one thing differ by on a GPU whose clock nobody has fixed. Peak memory agrees within half a per cent: the allocator's
-rounding depends on what was there before, what is held does not. Prints a table; exit code 0 if all agree, 1 if
-something does not, 2 if a side gave no result.
+with ha, hb: half-widths of the step's 95% intervals; the busy time of few traced steps has none. They are `alike` if
+fresh processes that measure one and the same thing, the baseline, differ as much by themselves:
+
+    |a - b| <= t sqrt(2) s b
+
+with s: standard deviation of the baseline over the P processes, divided by its mean [1]; t: 97.5% quantile of Student's
+t with P - 1 degrees of freedom. An interval knows the scatter within its process only: where the host's pace decides,
+a process may be faster than the next from beginning to end. Peak memory is the same within half a per cent: the
+allocator's rounding depends on what was there before, what is held does not. Prints a table; exit code 0 if nothing
+differs, 1 if something does, 2 if a side gave no result.
 """
 
 from __future__ import annotations
@@ -21,19 +28,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lowprec_callback.analyze.statistics import t_quantile
+
 MARGIN = 0.01
-"""Of a step's time [1]."""
+"""Of a time [1]: what neighbouring runs of one thing differ by on a GPU whose clock nobody has fixed."""
 
 MEMORY = 0.005
 """Of peak memory [1]."""
@@ -45,11 +55,17 @@ class Side:
 
     step_ms: float
     half_ms: float
+    busy_ms: float | None
+    """In kernels, per traced step; None on a CPU, where tracing stretches what it traces."""
     peak: float | None
     """Bytes; None on a CPU."""
 
 
-def measured(options: argparse.Namespace, recipes: list[str] | None, seed: int, folder: str) -> dict[str, Side]:
+Sides = dict[str, Side]
+"""Recipe to what one process measured of it."""
+
+
+def measured(options: argparse.Namespace, recipes: list[str] | None, seed: int, folder: str) -> Sides:
     """Run one side in a fresh process: recipe to what it measured, the baseline first; None for all that can run.
 
     Raises:
@@ -57,7 +73,7 @@ def measured(options: argparse.Namespace, recipes: list[str] | None, seed: int, 
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", folder, "--seed", str(seed)]
     command += ["--preset", options.preset, *(["--recipes", ",".join(recipes)] if recipes else [])]
-    for name in ("rounds", "settle", "timed", "batch", "sequence"):
+    for name in ("rounds", "settle", "timed", "traced", "batch", "sequence"):
         if getattr(options, name) is not None:
             command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -86,7 +102,7 @@ def child(options: argparse.Namespace) -> None:
         rounds=options.rounds,
         settle_steps=options.settle,
         timed_steps=options.timed,
-        traced_steps=0,
+        traced_steps=options.traced,
         guard_steps=0,
         max_rounds=0,
         gemm_benchmark=False,
@@ -118,25 +134,69 @@ def child(options: argparse.Namespace) -> None:
     found: dict[str, list[float | None]] = {}
     for part in profiler.report.recipes:
         if part.step_ms.value is not None:
-            found[part.name] = [part.step_ms.value, part.step_ms.half_width or 0.0, peaks.get(part.name)]
+            busy = part.ledger.busy.value if part.ledger is not None and part.ledger.busy is not None else None
+            step = [part.step_ms.value, part.step_ms.half_width or 0.0]
+            found[part.name] = [*step, busy if on_gpu else None, peaks.get(part.name)]
     print(json.dumps(found), flush=True)
 
 
-def row(what: str, name: str, inside: Side, alone: Side) -> tuple[str, bool]:
-    """(a line of the table, whether both agree)."""
-    difference, allowed = inside.step_ms - alone.step_ms, math.hypot(inside.half_ms, alone.half_ms)
-    same = abs(difference) <= max(allowed, MARGIN * alone.step_ms)
-    text = (
-        f"{name:12} {what:14} {inside.step_ms:9.2f} ±{inside.half_ms:5.2f} {alone.step_ms:9.2f} ±{alone.half_ms:5.2f} "
-        f"{difference / alone.step_ms:+8.2%}  {'same' if same else 'DIFFERS'}"
+def spread(values: Sequence[float]) -> float:
+    """The difference of two processes that measure the same, as a share of it: t sqrt(2) s [1]."""
+    s = statistics.stdev(values) / statistics.fmean(values)
+    return t_quantile(len(values) - 1) * math.sqrt(2) * s
+
+
+def word(a: float, b: float, allowed: float, processes: float) -> str:
+    """`same`, `alike` or `DIFFERS`; `allowed` in the unit of a and b, `processes` a share of b."""
+    difference = abs(a - b)
+    if difference <= max(allowed, MARGIN * b):
+        return "same"
+    return "alike" if difference <= processes * b else "DIFFERS"
+
+
+def cells(a: Side, b: Side, step_spread: float, busy_spread: float | None) -> tuple[list[str], bool]:
+    """(the table's cells about two sides, whether nothing differs)."""
+    words = [word(a.step_ms, b.step_ms, math.hypot(a.half_ms, b.half_ms), step_spread)]
+    step = f"{a.step_ms:.2f} ±{a.half_ms:.2f}", f"{b.step_ms:.2f} ±{b.half_ms:.2f}", f"{a.step_ms / b.step_ms - 1:+.1%}"
+    busy = memory = ("not counted here", "", "", "")
+    if a.busy_ms is not None and b.busy_ms is not None and busy_spread is not None:
+        words.append(word(a.busy_ms, b.busy_ms, 0.0, busy_spread))
+        busy = f"{a.busy_ms:.2f}", f"{b.busy_ms:.2f}", f"{a.busy_ms / b.busy_ms - 1:+.1%}", words[-1]
+    if a.peak is not None and b.peak is not None:
+        words.append("same" if abs(a.peak / b.peak - 1) <= MEMORY else "DIFFERS")
+        memory = f"{a.peak / 1e9:.3f}", f"{b.peak / 1e9:.3f}", f"{a.peak / b.peak - 1:+.2%}", words[-1]
+    return [*step, words[0], *busy, *memory], "DIFFERS" not in words
+
+
+def table(sweeps: dict[str, Sides], alone: dict[str, Sides]) -> bool:
+    """Print what agrees and what does not; whether nothing differs.
+
+    Raises:
+        KeyError: a recipe has no step time on one of the sides.
+    """
+    baseline = next(iter(sweeps["one order"]))
+    same = [side[baseline] for side in (*sweeps.values(), *alone.values())]
+    steps = spread([side.step_ms for side in same])
+    counted = [side.busy_ms for side in same if side.busy_ms is not None]
+    busy = spread(counted) if len(counted) == len(same) else None
+    pairs = [(name, what, sweep[name], alone[name][name]) for name in alone for what, sweep in sweeps.items()]
+    first, second = sweeps.values()
+    pairs += [(baseline, f"beside {name}", first[baseline], side[baseline]) for name, side in alone.items()]
+    pairs += [(baseline, "both orders", first[baseline], second[baseline])]
+    lines, agree = (
+        [[*["recipe", "sweep in", "step ms", "alone", "", "", "busy ms", "alone", "", "", "peak GB", "alone", "", ""]]],
+        True,
     )
-    if inside.peak is None or alone.peak is None:
-        return f"{text}   memory not counted here", same
-    more = inside.peak / alone.peak - 1
-    held = abs(more) <= MEMORY
-    return f"{text}   {inside.peak / 1e9:7.3f} {alone.peak / 1e9:7.3f} {more:+8.3%}  {'same' if held else 'DIFFERS'}", (
-        same and held
-    )
+    for name, what, a, b in pairs:
+        told, fine = cells(a, b, steps, busy)
+        lines.append([name, what, *told])
+        agree &= fine
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    more = "" if busy is None else f", busy times by up to {busy:.1%}"
+    print(f"{len(same)} processes that measure {baseline} differ in step by up to {steps:.1%}{more} (95%)")
+    return agree
 
 
 def main() -> int:
@@ -148,6 +208,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=3)
     parser.add_argument("--timed", type=int, default=5)
+    parser.add_argument("--traced", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first order; the second is of the next seed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -158,38 +219,21 @@ def main() -> int:
     try:
         asked = options.recipes.split(",") if options.recipes else None
         with tempfile.TemporaryDirectory() as folder:
-            sides: dict[str, Any] = {"one order": measured(options, asked, options.seed, folder)}
+            sides: dict[str, Sides] = {"one order": measured(options, asked, options.seed, folder)}
             recipes = list(sides["one order"])[1:]
             sides["another order"] = measured(options, recipes, options.seed + 1, folder)
             alone = {name: measured(options, [name], options.seed, folder) for name in recipes}
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    print(
-        f"{options.preset}: {options.rounds} rounds x ({options.settle} settled + {options.timed} timed) steps a side"
-    )
-    print(
-        f"{'recipe':12} {'sweep in':14} {'in the sweep, ms':>16} {'alone, ms':>16} {'':>8}{'':12}peak GB: sweep, alone"
-    )
-    agree = True
-    for name in recipes:
-        for what, inside in sides.items():
-            if name not in inside or name not in alone[name]:
-                print(f"{name:12} {what:14} was not measured on both sides", file=sys.stderr)
-                return 2
-            text, same = row(what, name, inside[name], alone[name][name])
-            agree &= same
-            print(text)
-    baselines = [name for name in sides["one order"] if name not in recipes]
-    for name in baselines:
-        for recipe in recipes:
-            text, same = row(f"beside {recipe}", name, sides["one order"][name], alone[recipe][name])
-            agree &= same
-            print(text)
-        text, same = row("both orders", name, sides["one order"][name], sides["another order"][name])
-        agree &= same
-        print(text)
-    print(f"{'all agree' if agree else 'something does not agree'}, {time.monotonic() - began:.0f} s")
+    plan = f"{options.settle} settled + {options.timed} timed"
+    print(f"{options.preset}: {options.rounds} rounds x ({plan}) steps and {options.traced} traced a side")
+    try:
+        agree = table(sides, alone)
+    except KeyError as error:
+        print(f"{error} was not measured on both sides", file=sys.stderr)
+        return 2
+    print(f"{'nothing differs' if agree else 'something differs'}, {time.monotonic() - began:.0f} s")
     return 0 if agree else 1
 
 
