@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from lowprec_callback.measure.device import ClockReader
 from lowprec_callback.measure.dispatch import Sizes
 from lowprec_callback.measure.eager import compiled_modules, eagerly
 from lowprec_callback.measure.gemms import Sampling, benchmark, expected_s, jobs_of
+from lowprec_callback.measure.graphs import Replays, counted_replays
 from lowprec_callback.measure.held import MemoryWatch
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.module_bench import module_times
@@ -469,7 +471,8 @@ class Sweep:
             )
         for _ in range(TRIES):
             log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
-            yield from self._watched_step(log)
+            with counted_replays(lambda: self.inside) as replays:
+                yield from self._watched_step(log)
             if self._was_clean():
                 break
         else:
@@ -484,7 +487,7 @@ class Sweep:
                 yield from self._watched_step(logs[-1])
             log, words = batches.middle(logs)
             self.recorder.add(Problem("capture", words))
-        self._shapes, answers = self.processes.together(log.gemms, self._misfits)
+        self._shapes, answers = self.processes.together(log.gemms, partial(self._misfits, replays))
         if not self._shapes:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
         self.recorder.add(*self._shapes)
@@ -494,12 +497,16 @@ class Sweep:
                 self.cards.remove(card)
                 self.recorder.add(Refusal(card.name, reason, "the captured step"))
 
-    def _misfits(self, shapes: list[Gemm]) -> tuple[dict[str, str], str]:
-        """Recipes that the captured tokens cannot run in, and why: the library would raise inside the user's step.
+    def _misfits(self, replays: Replays, shapes: list[Gemm]) -> tuple[dict[str, str], str]:
+        """Recipes that the captured step cannot run in, and why.
 
-        Features were probed before; how many tokens a layer sees is only known now. Of a grouped layer it is not
-        known which group gets how many. Also the name of this machine, for the other ranks.
+        Where CUDA graphs were replayed in it, that is all of them, though they would seem to run. Where tokens do not
+        fit, the library would raise inside the user's step: features were probed before, but how many tokens a layer
+        sees is only known now; of a grouped layer it is not known which group gets how many. Also the name of this
+        machine, for the other ranks.
         """
+        if replays.count:
+            return {card.name: str(replays) for card in self.cards[1:]}, self.processes.host
         found: dict[str, str] = {}
         for card in self.cards[1:]:
             wrong = {

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.plan import Settings
-from lowprec_callback.recording import Dispatch, End, Gemm, Plan, Problem, Recording, StepTime, Trace
+from lowprec_callback.recording import Dispatch, End, Gemm, Plan, Problem, Recording, Refusal, StepTime, Trace
 from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
@@ -289,6 +289,38 @@ def test_a_captured_graph_is_refused(tmp_path: Path) -> None:
     assert callback.why_not.startswith("net.4 was captured in a CUDA graph (make_graphed_callables)")
     assert module.steps == 4
     assert not list(tmp_path.glob("*/recording.jsonl"))
+
+
+class Replaying(Tiny):
+    """Replays two graphs in each forward pass, and a third where no recipe matters."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        torch.cuda.CUDAGraph.replay(1)  # type: ignore[arg-type]
+        torch.cuda.CUDAGraph.replay(2)  # type: ignore[arg-type]
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        torch.cuda.CUDAGraph.replay(3)  # type: ignore[arg-type]
+
+
+def test_graphs_without_a_sign_are_noticed_when_they_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[Any] = []
+
+    def replay(graph: Any) -> None:
+        replayed.append(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    module = Replaying()
+    facts = profiled(tmp_path, module, loader(40))
+    assert torch.cuda.CUDAGraph.replay is replay
+    assert replayed == [1, 2, 3] * module.steps
+    assert [fact.recipe for fact in facts.of(Refusal)] == ["bf16"]
+    assert facts.of(Refusal)[0].reason.startswith("training_step replays 2 CUDA graphs, which hold the kernels of")
+    assert facts.of(End) == [End("finished")]
+    assert {fact.recipe for fact in facts.of(StepTime)} == {"fp32"}
 
 
 @pytest.mark.parametrize("what", ["a part", "the whole"])
