@@ -275,6 +275,8 @@ class LowPrecisionProfiler(Callback):
                     self._sweep.contaminate(f"micro-batches in this step: {batches}, not {self._micro_batches}")
                 done = self._sweep.step_end(_loss_of(outputs))
                 self._window.again()
+            else:
+                self._sweep.phase("data")
         if done:
             self._complete(trainer)
 

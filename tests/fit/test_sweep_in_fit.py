@@ -480,6 +480,10 @@ def test_a_step_is_an_optimizer_step(tmp_path: Path) -> None:
     assert {gemm.calls for gemm in facts.of(Gemm)} == {3}
     assert len(facts.of(StepTime)) == 8
     assert {dispatch.calls for dispatch in facts.of(Dispatch)} == {3}
+    # Each micro-batch is fetched, and runs forward and backward; the optimizer steps once.
+    for trace in facts.of(Trace):
+        assert trace.phases is not None
+        assert Counter(trace.phases.name) == {"data": 3, "forward": 3, "backward": 3, "optimizer": 1}
 
 
 def test_evaluation_inside_a_step_is_never_counted(tmp_path: Path) -> None:
