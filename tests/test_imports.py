@@ -18,6 +18,7 @@ PACKAGE = Path(lowprec_callback.__file__).parent
 ROOT = "lowprec_callback"
 
 RANKS = {
+    "facts": -1,
     "recording": 0,
     "report": 1,
     "pace": 1,

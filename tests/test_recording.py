@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ plain = st.one_of(
 finite_plain = plain.filter(lambda value: not isinstance(value, float) or math.isfinite(value))
 
 
-def of_type(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type; `Any` is what TOML and flags can hold."""
+def of_type(cls: type, hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type, in the words of its class's module; `Any` is what TOML and flags can hold."""
     if hint == "dict[str, Any]":
         return st.dictionaries(st.text(max_size=6), finite_plain, max_size=3)
     if hint == "dict[str, str]":
         return st.dictionaries(st.text(max_size=6), st.text(max_size=6), max_size=3)
-    return st.from_type(eval(hint, vars(recording)))
+    return st.from_type(eval(hint, vars(sys.modules[cls.__module__])))
 
 
 st.register_type_strategy(
@@ -57,13 +58,13 @@ st.register_type_strategy(
         format=st.text(max_size=6),
         scaling=st.text(max_size=6),
         quantizer=st.none() | st.text(max_size=6),
-        flags=of_type("dict[str, Any]"),
+        flags=of_type(Operand, "dict[str, Any]"),
     ),
 )
 
 
 def facts_of(cls: type[Fact]) -> st.SearchStrategy[Fact]:
-    return st.builds(cls, **{field.name: of_type(field.type) for field in dataclasses.fields(cls)})
+    return st.builds(cls, **{field.name: of_type(cls, field.type) for field in dataclasses.fields(cls)})
 
 
 def same(a: Any, b: Any) -> bool:

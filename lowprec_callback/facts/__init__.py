@@ -1,0 +1,1 @@
+"""The kinds of facts that a Recording holds, by what they are about."""
