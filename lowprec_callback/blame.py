@@ -60,12 +60,3 @@ def passed_through_us(error: BaseException) -> bool:
 
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")
-
-
-def in_words(error: BaseException) -> str:
-    """One line for a report: the class, and what it says."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    text = " ".join(str(error).split())
-    name = type(error).__name__
-    return f"{name}: {text[:300]}{'...' * (len(text) > 300)}" if text else name

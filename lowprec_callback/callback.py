@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowprec_callback import arguments, resume, trainer_facts
-from lowprec_callback.blame import in_words, passed_through_us
+from lowprec_callback.blame import passed_through_us
 from lowprec_callback.boundaries import StepWindow
+from lowprec_callback.failures import in_words
 from lowprec_callback.loggers import log_report
 from lowprec_callback.patches import Patches
 from lowprec_callback.plan import Settings

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lowprec_callback import __version__
+from lowprec_callback.failures import in_words
 from lowprec_callback.recipes import RecipeCard, load_cards, static_refusal, version_tuple
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def look() -> Machine:
                 compute_capability=(properties.major, properties.minor),
             )
     except Exception as error:  # a broken install raises what it likes: ImportError, OSError, RuntimeError
-        return dataclasses.replace(machine, torch_problem=_one_line(error))
+        return dataclasses.replace(machine, torch_problem=in_words(error))
     return _look_at_te(machine)
 
 
@@ -176,10 +177,6 @@ def _cudnn_that_te_calls(loaded: object) -> str | None:
         return libraries.decode_cudnn_version(int(loaded.tex.get_cudnn_version()))  # type: ignore[attr-defined]
     except Exception:
         return None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
 
 
 # --- Judging ---------------------------------------------------------------------------------------------

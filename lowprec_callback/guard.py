@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowprec_callback.failures import in_words
 from lowprec_callback.recording import Trial
 from lowprec_callback.state import Rng
 
@@ -56,7 +57,7 @@ class Kept:
         try:
             pickler.dump((args, kwargs))
         except Exception as error:
-            raise NotKept(f"a batch cannot be copied ({type(error).__name__}: {error})") from error
+            raise NotKept(f"a batch cannot be copied ({in_words(error)})") from error
         return Kept(out.getvalue(), tuple(pickler.tensors))
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -172,7 +173,7 @@ class TrialStep:
         try:
             copies = kept.again()
         except Exception as error:  # the batch's own classes take part in this
-            self._say(f"a kept batch cannot be made again ({type(error).__name__}: {error})")
+            self._say(f"a kept batch cannot be made again ({in_words(error)})")
             return args, kwargs
         if not again:
             self._given += 1
@@ -215,7 +216,7 @@ class TrialStep:
                 elif gradient is None and parameter.requires_grad:
                     self._without.add(name)
         except RuntimeError as error:
-            self._say(f"gradients could not be read ({type(error).__name__}: {error})")
+            self._say(f"gradients could not be read ({in_words(error)})")
 
     def fact(self, loss: Any = None) -> Trial:
         """At the end of the step, with all that was seen. `loss`: of a loop that did not call `computed`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from lowprec_callback.failures import in_words
 from lowprec_callback.report import QUANTIZATION, Figure, RecipeReport, Report
 
 PREFIX = "lowprec"
@@ -115,6 +116,6 @@ def log_report(loggers: Iterable[TakesMetrics], report: Report | None, step: int
             logger.log_metrics(dict(found), step=step)
         except Exception as error:
             say(
-                f"lowprec: {type(logger).__name__} did not take the figures ({type(error).__name__}: {error}); "
+                f"lowprec: {type(logger).__name__} did not take the figures ({in_words(error)}); "
                 "they are in report.json, and training goes on"
             )

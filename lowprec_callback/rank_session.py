@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowprec_callback.engines.base import Engine, NotRun
+from lowprec_callback.failures import in_words
 from lowprec_callback.ranks import RankError, Ranks, first_reason, name_of
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import RankSummary, Recorder, decode, encode
@@ -95,7 +96,7 @@ def gather_summaries(ranks: Ranks, recorder: Recorder, device: str) -> list[Rank
     try:
         own = summarise(recorder.snapshot(), ranks.rank, ranks.host, device)
     except Exception as error:  # the others wait for an answer, whatever happens here
-        problem = f"its measurements could not be summed up ({type(error).__name__}: {error})"
+        problem = f"its measurements could not be summed up ({in_words(error)})"
         own = RankSummary(ranks.rank, ranks.host, device, problems=(problem,))
     texts = ranks.gather(encode(own))
     if ranks.rank:

@@ -24,6 +24,7 @@ from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
 from lowprec_callback.engines.te_nvtx import TeRanges
 from lowprec_callback.engines.transformer_engine import load
+from lowprec_callback.failures import in_words
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
 from lowprec_callback.pace import Pace
@@ -266,7 +267,7 @@ class Session:
                 print_report(self.report, files=files)
         except Exception as error:
             self.say(
-                f"lowprec: the report could not be finished ({type(error).__name__}: {error}); all that was measured "
+                f"lowprec: the report could not be finished ({in_words(error)}); all that was measured "
                 f"is in {self.recorder.path}: show it with `lowprec report {self.folder}`"
             )
 

@@ -18,8 +18,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from lowprec_callback.blame import RecipeFailed, in_words, raised_by_library
+from lowprec_callback.blame import RecipeFailed, raised_by_library
 from lowprec_callback.engines.base import Around, Engine
+from lowprec_callback.failures import in_words
 from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import batches, memory
 from lowprec_callback.measure.batches import StepSizes
@@ -537,7 +538,7 @@ class Sweep:
         except Exception as error:
             if self.processes.size == 1:
                 raise
-            failure = f"{self.processes.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+            failure = f"{self.processes.name}: {in_words(error)}"
             memory.clean(self.engine.device)
         for text in self.processes.gather(failure):
             if text is not None:
@@ -664,7 +665,7 @@ class Sweep:
             traces = [trace for trace in tracer.traces(card.name, log.calls or None) if trace.step in whole]
             self.recorder.add(*(replace(trace, step=whole.index(trace.step)) for trace in traces))
         except (OSError, ValueError, KeyError) as error:
-            self.recorder.add(Problem(f"trace of {card.name}", f"{type(error).__name__}: {error}"))
+            self.recorder.add(Problem(f"trace of {card.name}", in_words(error)))
 
     def _captured(self) -> Steps:
         """Steps for another tool's trace: one capture window, and ranges down to the GEMM on whatever thread."""

@@ -20,6 +20,7 @@ ROOT = "lowprec_callback"
 RANKS = {
     "facts": -1,
     "recording": 0,
+    "failures": 0,
     "report": 1,
     "pace": 1,
     "patches": 1,

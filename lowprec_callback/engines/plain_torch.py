@@ -10,6 +10,7 @@ from torch import nn
 
 from lowprec_callback.engines.base import Engine, LinearLayer, NotRun, Weight
 from lowprec_callback.engines.wrappers import named_modules
+from lowprec_callback.failures import in_words
 from lowprec_callback.recipes import RecipeCard, static_refusal
 
 
@@ -49,7 +50,7 @@ class PlainTorchEngine(Engine):
                     y = layer(x)
                 y.float().square().mean().backward()
             except Exception as error:
-                return NotRun(f"a linear layer {k} -> {n} failed: {type(error).__name__}: {error}", "our probe")
+                return NotRun(f"a linear layer {k} -> {n} failed: {in_words(error)}", "our probe")
             for what, grad in (("input", x.grad), ("weight", next(layer.parameters()).grad)):
                 if grad is None or not bool(torch.isfinite(grad).all()) or not bool(grad.any()):
                     return NotRun(

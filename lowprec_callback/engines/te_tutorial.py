@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
-from lowprec_callback.measure.gemms import failure_of
+from lowprec_callback.failures import in_words
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import Gemm, GemmTime, Mode, role_shape
 
@@ -86,7 +86,7 @@ def times(
         except _LeftOutError as error:
             failure = str(error)
         except Exception as error:
-            failure = failure_of(error)
+            failure = in_words(error)
         yield GemmTime(
             recipe=card.name,
             role=role,

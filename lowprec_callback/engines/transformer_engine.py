@@ -38,6 +38,7 @@ from lowprec_callback.engines.base import (
 )
 from lowprec_callback.engines.plain_torch import plain_linears
 from lowprec_callback.engines.wrappers import named_modules, submodule
+from lowprec_callback.failures import in_words
 from lowprec_callback.measure.dispatch import Call, storages, watch_entries
 from lowprec_callback.recipes import RecipeCard, static_refusal
 from lowprec_callback.recording import AttentionBackend, Fact, Scales, UncachedWeights
@@ -78,8 +79,7 @@ def load() -> Loaded:
         import transformer_engine_torch as tex
         from transformer_engine.common import recipe
     except Exception as error:
-        text = " ".join(str(error).split()) or "no message"
-        return Loaded(reason=f"{type(error).__name__}: {text}")
+        return Loaded(reason=in_words(error))
     return Loaded(te, tex, recipe, version=str(getattr(transformer_engine, "__version__", "unknown")))
 
 
@@ -100,7 +100,7 @@ def gate(card: RecipeCard) -> str | None:
         else:
             available, reason = getattr(_state_manager(loaded), name)()
     except Exception as error:
-        return f"te.{name} raised {type(error).__name__}: {error}"
+        return f"te.{name} raised {in_words(error)}"
     return None if available else f"{reason or 'no reason given'} (te.{name})"
 
 
@@ -200,7 +200,7 @@ class TransformerEngineEngine(Engine):
                 try:
                     reason = self._probe_one(card, k, n)
                 except Exception as error:
-                    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    reason = in_words(error)
                 if reason:
                     # Tokens are not known yet; any card takes no tokens at all.
                     misfit = card.misfit(0, k, n)

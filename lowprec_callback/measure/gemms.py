@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lowprec_callback.engines.base import Engine
+from lowprec_callback.failures import in_words
 from lowprec_callback.measure.layer_bench import (
     LEAD_MS,
     SAMPLE_MS,
@@ -239,9 +240,9 @@ class Benches:
             except torch.OutOfMemoryError:
                 self._fail(job, "out of memory")
             except Exception as error:
-                self._fail(job, failure_of(error))
+                self._fail(job, in_words(error))
         except Exception as error:
-            self._fail(job, failure_of(error))
+            self._fail(job, in_words(error))
         self.read()
         if reader is not None:
             self._unread = (job, reader)
@@ -257,7 +258,7 @@ class Benches:
         try:
             reader()
         except Exception as error:
-            self._fail(job, failure_of(error))
+            self._fail(job, in_words(error))
 
     def close(self) -> None:
         """Give all memory back."""
@@ -286,13 +287,6 @@ class Benches:
     def _give_way(self) -> None:
         self.close()
         torch.cuda.empty_cache()
-
-
-def failure_of(error: Exception) -> str:
-    """Why a benchmark of something failed, in one line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _roomy(device: torch.device) -> bool:

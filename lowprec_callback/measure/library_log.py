@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowprec_callback.failures import in_words
 from lowprec_callback.measure import cublaslt_log
 from lowprec_callback.measure.dispatch import AtenProduct, Sizes
 from lowprec_callback.measure.library_lines import Product, read_cublaslt, read_mkl, read_onednn
@@ -81,7 +82,7 @@ class LibraryListener:
     def _give_up(self, error: Exception) -> None:
         """The witness is silent; the user's training goes on."""
         known = isinstance(error, cublaslt_log.LogUnavailable)
-        self.silent = str(error) if known else f"{type(error).__name__}: {error}"
+        self.silent = str(error) if known else in_words(error)
 
     def _on_cuda(self, current: Callable[[], Scope | None]) -> AbstractContextManager[None]:
         def hear(function: str, message: str) -> None:

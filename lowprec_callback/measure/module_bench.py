@@ -26,7 +26,7 @@ import torch
 
 from lowprec_callback.engines.base import Engine, LinearLayer
 from lowprec_callback.engines.wrappers import submodule
-from lowprec_callback.measure.gemms import failure_of
+from lowprec_callback.failures import in_words
 from lowprec_callback.measure.gpu_clock import back_to_back, event
 from lowprec_callback.measure.layer_bench import LEAD_MS, SAMPLE_MS, WARM_UPS, Reader, pace_of, splits_of
 from lowprec_callback.measure.steps import synchronize
@@ -188,7 +188,7 @@ class Trial:
         self._clocks.append(mhz)
 
     def _fail(self, error: Exception) -> None:
-        self.failure = failure_of(error)
+        self.failure = in_words(error)
         self._bench = None
         torch.cuda.empty_cache()
 

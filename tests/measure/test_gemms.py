@@ -479,8 +479,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "out of memory"),
         (RuntimeError("shape '[7, 3]'\n   is misaligned"), "RuntimeError: shape '[7, 3]' is misaligned"),
-        (AssertionError(), "AssertionError: "),
-        (ValueError("x" * 500), "ValueError: " + "x" * 300),
+        (AssertionError(), "AssertionError"),
+        (ValueError("x" * 500), "ValueError: " + "x" * 300 + "..."),
     ],
 )
 def test_a_shape_that_fails_keeps_its_rows_with_the_reason(bench: Any, error: Exception, reason: str) -> None:
