@@ -9,9 +9,8 @@ of the user's loop.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -19,25 +18,24 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lowprec_callback.blame import RecipeFailed, raised_by_library
-from lowprec_callback.engines.base import Around, Engine
+from lowprec_callback.engines.base import Engine
 from lowprec_callback.failures import in_words
 from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import batches, memory
 from lowprec_callback.measure.batches import StepSizes
 from lowprec_callback.measure.device import ClockReader
-from lowprec_callback.measure.dispatch import Sizes
-from lowprec_callback.measure.eager import compiled_modules, eagerly
+from lowprec_callback.measure.eager import compiled_modules
 from lowprec_callback.measure.gemms import Sampling, benchmark, expected_s, jobs_of
 from lowprec_callback.measure.graphs import Replays, counted_replays
 from lowprec_callback.measure.held import MemoryWatch
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.measure.module_bench import module_times
 from lowprec_callback.measure.nvtx import Ranges, capture_window
-from lowprec_callback.measure.scopes import ModuleScopes, Scope
+from lowprec_callback.measure.scopes import ModuleScopes
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock, synchronize
-from lowprec_callback.measure.trace import Tracer, gemm_range, module_range, own_range, phase_range, step_range
+from lowprec_callback.measure.trace import Tracer
 from lowprec_callback.pace import Pace
 from lowprec_callback.pace import in_words as time_in_words
 from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds, refit
@@ -53,14 +51,13 @@ from lowprec_callback.recording import (
     Recorder,
     Refusal,
     Restored,
-    Role,
     Sampled,
     StepTime,
 )
 from lowprec_callback.rounds import Rounds, widest
 from lowprec_callback.state import Snapshot
-
-Steps = Generator[None, None, None]
+from lowprec_callback.step_marks import StepMarks
+from lowprec_callback.watched import Steps, gemm_ranges, ranged_scopes, stop_quietly, watched_step
 
 CHANGING = 4
 """More steps that are captured, where batches change in size from step to step."""
@@ -146,12 +143,7 @@ class Sweep:
     _steps_done: int = 0
     _what: str = "warming up"
     _loss: Any = None
-    _step_range: AbstractContextManager[Any] | None = None
-    _phase_range: AbstractContextManager[Any] | None = None
-    _traced_step: int | None = None
     _memory: MemoryWatch | None = None
-    _nvtx_depth: int = 0
-    _step_word: str = "step"
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
     _sampling: Rounds | None = None
@@ -164,6 +156,9 @@ class Sweep:
     _aside: Snapshot | None = None
     """The sweep's own state, while somebody is shown the user's."""
     _memory_read: list[Fact] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._marks = StepMarks(self.engine.device, self.ranges)
 
     @property
     def baseline(self) -> RecipeCard:
@@ -204,22 +199,11 @@ class Sweep:
 
     def phase(self, name: Literal["data", "forward", "backward", "optimizer", ""]) -> None:
         """A phase of the step begins (and the one before ends). Free when nothing watches."""
-        if self._traced_step is None and not self.ranges.enabled and self._memory is None:
+        if not self._marks.on and self._memory is None:
             return
         if self._memory is not None and name in ("", "optimizer"):
             self._read_phase_memory()
-        if self._traced_step is not None:
-            if self._phase_range is not None:
-                self._phase_range.__exit__(None, None, None)
-                self._phase_range = None
-            if name:
-                self._phase_range = phase_range(name)
-                self._phase_range.__enter__()
-        if self.ranges.enabled:
-            while self._nvtx_depth > 1:
-                self._pop()
-            if name:
-                self._push(name)
+        self._marks.phase(name)
         self._phase_name = name
         if self._memory is not None:
             self._memory.begins(name)
@@ -373,7 +357,7 @@ class Sweep:
             return
         # What the part has set, it did not live to take away.
         self.card, self.trial, self._clock, self._forward, self._memory = None, None, None, None, None
-        self._traced_step, self._step_word = None, "step"
+        self._marks.traced, self._marks.word = None, "step"
         memory.clean(self.engine.device)
 
     def _try(self, what: str, do: Callable[[], None]) -> None:
@@ -648,13 +632,13 @@ class Sweep:
         tracer, whole = Tracer(device), []
         with ExitStack() as stack:
             tracer.start()
-            stack.callback(_stop_quietly, tracer)
+            stack.callback(stop_quietly, tracer)
             yield  # a new session can lose kernels at its start
-            scopes = self._ranged_scopes()
-            with scopes.installed(), self.engine.watch(scopes.current, around=_gemm_ranges(log)):
+            scopes = ranged_scopes(self.engine)
+            with scopes.installed(), self.engine.watch(scopes.current, around=gemm_ranges(log)):
                 for index in range(self.settings.traced_steps + TRIES):
                     synchronize(device)
-                    self._traced_step = index
+                    self._marks.traced = index
                     yield
                     scopes.clear()
                     if self._was_clean():
@@ -673,10 +657,10 @@ class Sweep:
             for card in self.cards:
                 self._use(card)
                 self._what = f"NVTX ranges of {card.name}"
-                self._step_word = "settle"
+                self._marks.word = "settle"
                 for _ in range(NVTX_SETTLE):
                     yield
-                self._step_word = "step"
+                self._marks.word = "step"
                 log = GemmLog(self.engine.linear_layers())
                 scopes = ModuleScopes(self.engine.scoped_modules(), self.ranges.enter_module, self.ranges.leave_module)
                 with scopes.installed(), self.engine.watch(scopes.current, around=self.ranges.gemms(log.module_of)):
@@ -707,47 +691,12 @@ class Sweep:
     def _watched_step(
         self, log: GemmLog, library: LibraryListener | None = None, held: MemoryWatch | None = None
     ) -> Steps:
-        """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
+        """See `watched_step`. Modules that could not be followed to the end are told."""
 
-        With `library`, at what the library's own log says of them too; with `held`, at memory.
-        """
+        def broken(reason: str) -> None:
+            self.recorder.add(Problem(self._what, f"modules could not be followed to the end: {reason}"))
 
-        broken: list[str] = []
-
-        def boundary(scope: Scope, enters: bool) -> None:
-            if broken:
-                return
-            try:
-                if library is not None:
-                    library.boundary(scope)
-                if held is not None:
-                    held.boundary(scope, enters)
-            except Exception as error:  # this stands in a hook of the user's module
-                broken.append(in_words(error))
-                self.recorder.add(Problem(self._what, f"modules could not be followed to the end: {broken[0]}"))
-
-        scopes = self._ranged_scopes(boundary)
-        tracer = Tracer(self.engine.device, shapes=True)
-        with ExitStack() as stack:
-            stack.enter_context(eagerly())
-            tracer.start()
-            stack.callback(_stop_quietly, tracer)
-            if library is not None:
-                stack.enter_context(library.listen(scopes.current))
-            # The ranges mark the products inside a call, which are no further ones (TE's reference GEMMs are such).
-            around = _both(_gemm_ranges(log), library.around) if library else _gemm_ranges(log)
-            with scopes.installed(), self.engine.watch(scopes.current, log.add_call, around):
-                yield
-        for product in tracer.products():
-            log.add_product(product)
-
-    def _ranged_scopes(self, boundary: Callable[[Scope, bool], None] | None = None) -> ModuleScopes:
-        """The model's modules, each with a profiler range around its forward and backward.
-
-        `boundary` is told of every module that begins (True) or ends (False).
-        """
-        enter, leave = _module_ranges(boundary)
-        return ModuleScopes(self.engine.scoped_modules(), enter, leave)
+        return watched_step(self.engine, log, broken, library, held)
 
     def _boundary(self) -> None:
         """Between two timed steps."""
@@ -760,32 +709,13 @@ class Sweep:
 
     def _open_step(self) -> None:
         self._dirty = None
-        if self._traced_step is not None:
-            self._step_range = step_range(self._traced_step)
-            self._step_range.__enter__()
-        if self.ranges.enabled and self.card is not None:
-            self._push(f"{self.card.name} {self._step_word}", self._steps_done)
+        self._marks.open(self.card.name if self.card else None, self._steps_done)
         self.phase("data")
 
     def _close_step(self) -> None:
-        if self._traced_step is not None and self._step_range is not None:
-            with own_range("synchronize"):
-                synchronize(self.engine.device)
+        self._marks.wait()
         self.phase("")
-        if self._step_range is not None:
-            self._step_range.__exit__(None, None, None)
-            self._step_range = None
-        self._traced_step = None
-        while self._nvtx_depth:
-            self._pop()
-
-    def _push(self, message: str, payload: int | None = None) -> None:
-        self.ranges.push(message, payload)
-        self._nvtx_depth += 1
-
-    def _pop(self) -> None:
-        self.ranges.pop()
-        self._nvtx_depth -= 1
+        self._marks.close()
 
     def _read_phase_memory(self) -> None:
         phases: tuple[memory.WatchedPhase, ...] = ("forward", "backward", "optimizer")
@@ -815,54 +745,3 @@ class Sweep:
             self.card = None  # its scales are broken as well: the next block begins from a clean state
             what += "; the recipes after it start again from the state before the profile"
         self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", what))
-
-
-def _stop_quietly(tracer: Tracer) -> None:
-    """Stopping a session that an exception interrupted can itself fail; the first exception is the one that counts."""
-    try:
-        tracer.stop()
-    except RuntimeError:
-        return
-
-
-def _gemm_ranges(log: GemmLog) -> Around:
-    """Puts a profiler range around each GEMM call, with the name of its linear layer."""
-
-    def around(scope: Scope | None, role: Role, sizes: Sizes) -> AbstractContextManager[Any]:
-        return gemm_range(log.module_of(scope, sizes), role)
-
-    return around
-
-
-def _both(outer: Around, inner: Around) -> Around:
-    """Two contexts around each GEMM call, one inside the other."""
-
-    @contextmanager
-    def around(scope: Scope | None, role: Role, sizes: Sizes) -> Iterator[None]:
-        with outer(scope, role, sizes), inner(scope, role, sizes):
-            yield
-
-    return around
-
-
-def _module_ranges(
-    boundary: Callable[[Scope, bool], None] | None = None,
-) -> tuple[Callable[[Scope], None], Callable[[Scope], None]]:
-    """Listeners that put a profiler range around each module, on whatever thread runs it, and tell `boundary`."""
-    opened: dict[int, list[AbstractContextManager[Any]]] = {}
-
-    def enter(scope: Scope) -> None:
-        entered = module_range(scope)
-        entered.__enter__()
-        opened.setdefault(threading.get_ident(), []).append(entered)
-        if boundary is not None:
-            boundary(scope, True)
-
-    def leave(scope: Scope) -> None:
-        if boundary is not None:
-            boundary(scope, False)
-        stack = opened.get(threading.get_ident())
-        if stack:
-            stack.pop().__exit__(None, None, None)
-
-    return enter, leave

@@ -43,6 +43,8 @@ RANKS = {
     "state": 6,
     "guard": 7,
     "rank_session": 7,
+    "watched": 7,
+    "step_marks": 7,
     "sweep": 8,
     "session": 9,
     "trainer_facts": 10,

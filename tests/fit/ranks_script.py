@@ -186,7 +186,7 @@ def dies(folder: Path) -> dict[str, Any]:
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """FSDP's second version, then its first, in the same processes."""
+    """FSDP's second version, then its first, then DDP that takes its first graph for all, in the same processes."""
     # FSDP's first version runs on a CPU if it is told so, which Lightning does not do.
     original = FullyShardedDataParallel.__init__
 
@@ -203,7 +203,8 @@ def sharded(folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = fitted(folder / "one", Tiny(), CpuFsdp(auto_wrap_policy={nn.Linear}, use_orig_params=False))
-    return {"rank": two["rank"], "two": two, "one": one}
+    static = fitted(folder / "static", Tiny(), DDPStrategy(static_graph=True))
+    return {"rank": two["rank"], "two": two, "one": one, "static": static}
 
 
 def main() -> None:

@@ -133,7 +133,8 @@ def test_an_exception_in_any_hook_of_the_users_is_the_users(
     record_property: Callable[[str, object], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("lowprec_callback.sweep.Tracer", NoTracer)
+    for where_used in ("sweep", "watched"):
+        monkeypatch.setattr(f"lowprec_callback.{where_used}.Tracer", NoTracer)
     names = callback_hooks() if where == "callback" else module_hooks()
     tried = []
     for hook, count in walk(tmp_path, where):

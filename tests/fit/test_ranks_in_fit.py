@@ -211,10 +211,14 @@ def test_a_rank_that_dies_while_the_other_waits_for_it_in_our_collective(tmp_pat
 def test_sharded_parameters_are_put_back_bit_for_bit(tmp_path: Path) -> None:
     done = torchrun("sharded", tmp_path)
     assert done.returncode == 0, done.stderr
-    for version in ("two", "one"):
+    for version in ("two", "one", "static"):
         for rank in range(2):
             found = outcome(tmp_path, rank)[version]
             assert (found["same"], found["done"], found["patched"]) == (True, True, False), version
+        run = run_folder(tmp_path / version)
+        assert load_report(run).status == "finished"
+        assert not read(run).of(Refusal)
+    for version in ("two", "one"):
         run = run_folder(tmp_path / version)
         assert [path.name for path in run.glob("rank-*")] == (["rank-1.jsonl"] if version == "two" else [])
         (model,) = read(run).of(Model)
@@ -224,7 +228,6 @@ def test_sharded_parameters_are_put_back_bit_for_bit(tmp_path: Path) -> None:
         assert model.rank_bytes is not None
         assert 2 * model.parameters <= model.rank_bytes < 2.2 * model.parameters  # half of them, and padding
         report = load_report(run)
-        assert report.status == "finished"
         assert report.ranks is not None
         assert report.ranks.heard == 2
 
