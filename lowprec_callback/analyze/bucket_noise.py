@@ -68,7 +68,7 @@ def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts
     """The ledger's parts of two recipes that have one, with intervals; or without any, and the reason.
 
     `busy` is treated like a bucket. Idle and residual are what it leaves of the timed step, so that their
-    half-widths are those of busy and step in quadrature.
+    half-widths are those of busy and step in quadrature; see `idle_within`.
     """
     noise = noise_of(one, other)
     assert one.ledger is not None
@@ -80,12 +80,26 @@ def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts
     for part, ledger, parts in ((one, one.ledger, plain[0]), (other, other.ledger, plain[1])):
         made = {f"bucket.{name}": around(parts[f"bucket.{name}"], noise.half(ledger, (name,))) for name in BUCKETS}
         made["busy"] = around(parts["busy"], noise.half(ledger, BUCKETS))
-        widths = made["busy"].half_width, part.step_ms.half_width
-        for name in ("idle", "residual"):
-            known = widths[0] is not None and widths[1] is not None
-            made[name] = around(parts[name], math.hypot(widths[0] or 0.0, widths[1] or 0.0)) if known else parts[name]
+        busy, step = made["busy"].half_width, part.step_ms.half_width
+        left = math.hypot(busy, step) if busy is not None and step is not None else None
+        made["idle"], made["residual"] = idle_within(ledger, left), around(parts["residual"], left)
         sides.append(made)
     return sides[0], sides[1], None
+
+
+def idle_within(ledger: Ledger, half: float | None) -> Figure:
+    """A ledger's idle time, `half` either way; on a GPU never below zero, nor above what the traced steps showed.
+
+    Tracing slows the host and not the kernels, so that the traced steps' idle time bounds that of the timed ones
+    however little is known of their length. As it is where `half` is not known.
+    """
+    idle, busy, traced = ledger.idle.value, ledger.busy.value, ledger.traced_wall
+    if half is None or idle is None or busy is None or traced is None or traced.value is None:
+        return around(ledger.idle, half)
+    if ledger.busy.origin == "estimated":  # on a CPU the traced step is scaled to the timed one
+        return around(ledger.idle, half)
+    most = max(traced.value - busy, idle)
+    return replace(ledger.idle, low=max(idle - half, 0.0), high=min(idle + half, most))
 
 
 def around(figure: Figure, half: float | None) -> Figure:

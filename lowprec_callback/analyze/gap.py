@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lowprec_callback.analyze.bucket_noise import Noise, around, noise_of
+from lowprec_callback.analyze.bucket_noise import Noise, around, idle_within, noise_of
 from lowprec_callback.analyze.gemms import GemmTotals
 from lowprec_callback.report import (
     BUCKETS,
@@ -113,9 +113,8 @@ def gap(
     terms += _other_terms(change, SMALL * (start.value or 0.0), on_cpu)
     idle_note = "time in no operator: Python and the framework" if on_cpu else "the GPU runs nothing"
     idle_note += _causes(before, after, SMALL * (start.value or 0.0))
-    terms.append(GapTerm(IDLE, change.left(after.idle.minus(before.idle), start, end), idle_note))
-    residual = change.left(after.residual.minus(before.residual), start, end)
-    terms.append(GapTerm(RESIDUAL, residual, "what the ledgers leave unexplained"))
+    terms.append(GapTerm(IDLE, change.idle(start, end), idle_note))
+    terms.append(GapTerm(RESIDUAL, change.residual(start, end), "what the ledgers leave unexplained"))
     return Gap(baseline, recipe, start, end, tuple(terms))
 
 
@@ -132,12 +131,24 @@ class _Change:
         changes = [_bucket(self.after, name).minus(_bucket(self.before, name)) for name in names]
         return around(Figure.total(changes, "ms"), self._half(names))
 
-    def left(self, change: Figure, start: Figure, end: Figure) -> Figure:
-        """A change of what the buckets leave of the step: the half-widths of busy and of the steps in quadrature."""
-        busy, steps = self._half(BUCKETS), (start.half_width, end.half_width)
-        if busy is None or steps[0] is None or steps[1] is None:
-            return change
-        return around(change, math.hypot(busy, steps[0], steps[1]))
+    def idle(self, start: Figure, end: Figure) -> Figure:
+        """The change of idle time; see `idle_within`."""
+        sides = [idle_within(ledger, half) for ledger, half in self._left(start, end)]
+        return sides[1].minus(sides[0])
+
+    def residual(self, start: Figure, end: Figure) -> Figure:
+        """The change of the residual."""
+        sides = [around(ledger.residual, half) for ledger, half in self._left(start, end)]
+        return sides[1].minus(sides[0])
+
+    def _left(self, start: Figure, end: Figure) -> list[tuple[Ledger, float | None]]:
+        """Each ledger, and the half-width of what its busy time leaves of its step: both in quadrature."""
+        found = []
+        for ledger, step in ((self.before, start), (self.after, end)):
+            busy = self.noise.half(ledger, BUCKETS) if self.noise else None
+            known = busy is not None and step.half_width is not None
+            found.append((ledger, math.hypot(busy or 0.0, step.half_width or 0.0) if known else None))
+        return found
 
     def _half(self, names: Sequence[str]) -> float | None:
         sides = [self.noise.half(ledger, names) if self.noise else None for ledger in (self.before, self.after)]

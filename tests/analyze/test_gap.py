@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowprec_callback.analyze.bucket_noise import idle_within
 from lowprec_callback.analyze.gap import GEMMS, OTHER, SLOWER, closes, gap, pairs
 from lowprec_callback.analyze.gap import between as gap_between
 from lowprec_callback.analyze.gemms import GemmTotals
@@ -143,6 +144,28 @@ def test_it_is_the_same_the_other_way_round() -> None:
     for name in ("quantization", "idle", "residual"):
         assert values[0][name].value == pytest.approx(-(values[1][name].value or 0.0))
         assert values[0][name].half_width == pytest.approx(values[1][name].half_width)
+
+
+def test_idle_lies_between_none_and_what_the_traced_steps_showed() -> None:
+    """However wide the step's interval is; the residual keeps all of that."""
+    ledger = MX.ledger
+    assert ledger is not None
+    busy, idle = ledger.busy.value or 0.0, ledger.idle.value or 0.0
+    showed = replace(ledger, traced_wall=Figure(busy + idle + 0.3, "ms"))
+    wide = idle_within(showed, 50.0)
+    assert (wide.value, wide.low, wide.high) == (idle, 0.0, pytest.approx(idle + 0.3))
+    narrow = idle_within(showed, 0.1)
+    assert (narrow.low, narrow.high) == (pytest.approx(max(idle - 0.1, 0.0)), pytest.approx(idle + 0.1))
+    # Less than the timed step had (its kernels were the shorter ones): the value itself is the most.
+    assert idle_within(replace(ledger, traced_wall=Figure(busy, "ms")), 50.0).high == pytest.approx(idle)
+    for plain in (ledger, replace(showed, busy=replace(ledger.busy, origin="estimated"))):  # not known; on a CPU
+        assert idle_within(plain, 50.0).half_width == pytest.approx(50.0)
+    assert idle_within(showed, None).half_width is None
+
+    bounded = replace(MX, ledger=replace(showed, traced_wall=Figure(busy + idle, "ms"))), NV
+    terms = [{term.name: term.ms for term in gap_between(*sides).terms} for sides in ((MX, NV), bounded)]
+    assert (terms[1]["idle"].half_width or 0.0) < (terms[0]["idle"].half_width or 0.0)
+    assert terms[1]["residual"] == terms[0]["residual"]
 
 
 def test_without_a_spread_there_is_no_interval() -> None:
