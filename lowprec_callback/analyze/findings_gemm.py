@@ -23,6 +23,9 @@ OUTSIDE = 0.02
 EXPLAINS = 0.2
 """Share of what GEMMs take more in the step, from which what did not run as asked is a reason for it."""
 
+LOSS = 0.003
+"""Share of the recipe's step, from which what layers lose by the recipe is worth telling."""
+
 CLOCK = 0.02
 """Relative difference of two clocks that means something: NVML reads whole steps of 15 MHz."""
 
@@ -37,7 +40,7 @@ def find_no_gain(case: Case) -> list[Finding]:
 
     For an operation, with calls c and benchmark times (kernel k, autocast a) in recipe r and baseline 0, summed over
     its roles: it loses if sum c (a_r - a_0) > 0 with its whole interval. Where sum c (k_r - k_0) >= 0 too, the kernels
-    are to blame, else quantization.
+    are to blame, else quantization. What is less than `LOSS` of the step in all, nobody gains by changing.
     """
     if case.part.baseline:
         return []
@@ -66,6 +69,8 @@ def find_no_gain(case: Case) -> list[Finding]:
             continue
         members.sort(key=lambda item: -(item[1].value or 0.0))
         total = Figure.total([figure for _, figure in members], "ms")
+        if (total.value or 0.0) < LOSS * (case.part.step_ms.value or 0.0):
+            continue
         names = some([text.split(" ")[0] for text, _ in members])
         evidence = [text for text, _ in members[:6]]
         evidence += _kernel_names(case, members[0][0].split(" ")[0]) if code == "gemm-not-faster" else []

@@ -373,6 +373,11 @@ def test_quantization_outweighs_a_small_gemm() -> None:
     assert found(PLAIN, "quantization-outweighs-gemm") is None
 
 
+def test_a_loss_too_small_to_gain_by_is_not_told() -> None:
+    assert found(slower("proj", 0.2, 0.2925), "quantization-outweighs-gemm") is None
+    assert found(slower("proj", 0.2, 0.32), "quantization-outweighs-gemm") is not None
+
+
 def test_a_gemm_that_is_not_faster_even_alone() -> None:
     facts = slower("proj", 0.35, 0.4)
     one = found(facts, "gemm-not-faster")
