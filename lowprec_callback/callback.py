@@ -83,6 +83,9 @@ class LowPrecisionProfiler(Callback):
             the fit has beyond the plan they take at most a quarter, and no more than a minute. `rounds` or less: none
             beyond the plan. None: four times `rounds`, and none beyond the plan where that is 1.
         step_precision: relative half-width of the 95% interval of a step's time at which no more rounds are taken.
+        block_seconds: about as long as one block may be. Of a recipe whose steps are long, a block has fewer than
+            `settle_steps` and `timed_steps`, but at least one and three; the report says so. None: all of them, however
+            long they take.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
         max_seconds: time that the sweep may take. It is shortened to fit as soon as the first steps have shown how
             long a step takes, and the report says by how much. None for as long as it needs; a Trainer's `max_time`
@@ -124,6 +127,7 @@ class LowPrecisionProfiler(Callback):
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
         max_rounds: int | None = None,
         step_precision: float = 0.02,
+        block_seconds: float | None = 20.0,
         max_seconds: float | None = None,
     ) -> None:
         super().__init__()
@@ -139,6 +143,7 @@ class LowPrecisionProfiler(Callback):
                 max_rounds=most,
                 step_precision=step_precision,
                 guard_steps=guard_steps,
+                block_seconds=block_seconds,
             )
             arguments.check(
                 {

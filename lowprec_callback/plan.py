@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,13 @@ its first gradient one step later. On an H200 gradients were 0.64 times as long 
 
 PROBE_NEEDS = 3
 """Settle steps from which one can be spared to measure the host's launch time: rebuild, probe, fill the queue again."""
+
+
+SETTLING = 0.25
+"""Share of `block_seconds` that settling may take; one step that is longer settles by itself."""
+
+LEAST_TIMED = 3
+"""Timed steps of a block, however long they are: one may be discarded, and two still have a middle."""
 
 
 class PlanError(ValueError):
@@ -57,6 +65,8 @@ class Settings:
     guard_steps: int = 4
     """Steps that every recipe takes from the same state on the same data, for their losses and gradients to be
     compared, the baseline twice; 0 for none."""
+    block_seconds: float | None = 20.0
+    """About as long as a block may be [s], see `of_a_block`; None: `settle_steps` and `timed_steps`, however long."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -75,6 +85,27 @@ class Settings:
             raise PlanError(f"seed={self.seed!r}: must be a whole number")
         if not isinstance(self.step_precision, int | float) or not 0 < self.step_precision < 1:
             raise PlanError(f"step_precision={self.step_precision!r}: must be between 0 and 1 (0.02 is 2%)")
+
+        bound = self.block_seconds
+        number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if bound is not None and not (number and math.isfinite(bound) and bound > 0):
+            raise PlanError(f"block_seconds={bound!r}: must be None or a number of seconds above 0")
+
+    def of_a_block(self, step_s: float) -> tuple[int, int]:
+        """(settled, timed) steps of a block, for a recipe whose step takes `step_s` seconds.
+
+        Many steps in a block are there for those that are short: the scatter of long ones is small, and what they need
+        to settle (kernels to load, a queue to fill, a clock) is over within one. A block of b seconds settles in at
+        most b / 4 and is timed for about 3 b / 4, but for at least `LEAST_TIMED` steps:
+
+            settled = settle_steps if step_s <= b / 4, else 1
+            timed = min(timed_steps, max(LEAST_TIMED, ceil(3 b / (4 step_s))))
+        """
+        if self.block_seconds is None or step_s <= 0:
+            return self.settle_steps, self.timed_steps
+        settled = self.settle_steps if step_s <= SETTLING * self.block_seconds else 1
+        enough = math.ceil((1 - SETTLING) * self.block_seconds / step_s)
+        return settled, min(self.timed_steps, max(LEAST_TIMED, enough))
 
     def round_steps(self, recipes: int) -> int:
         """Optimizer steps of one round of so many recipes."""

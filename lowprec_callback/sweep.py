@@ -147,6 +147,10 @@ class Sweep:
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
     _sampling: Rounds | None = None
+    _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(settled, timed) steps of a recipe's blocks, once one of its steps has shown how long they are."""
+    _saved_steps: int = 0
+    """Steps of the plan that shorter blocks left out."""
     _autocast: torch.dtype | None = None
     """The type of the `torch.autocast` region that the user's step runs in."""
     _ended: bool = False
@@ -167,8 +171,9 @@ class Sweep:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps in the plan."""
-        return self.settings.steps(len(self.cards)) + (self._sampling.extra_steps if self._sampling else 0)
+        """Optimizer steps in the plan, as far as it is known now."""
+        more = self._sampling.extra_steps if self._sampling else 0
+        return self.settings.steps(len(self.cards)) + more - self._saved_steps
 
     # -- what the loop's owner calls -------------------------------------------------------------------------------
 
@@ -577,25 +582,34 @@ class Sweep:
         of = f" of {self.settings.rounds}" if round_ < self.settings.rounds else ", beyond the plan"
         self._what = f"{card.name}, round {round_ + 1}{of}"
         device, begin = self.engine.device, self.pace.now()
-        probe_at = self.settings.settle_steps - 2 if self.settings.settle_steps >= PROBE_NEEDS else None
-        for index in range(self.settings.settle_steps):
-            probe = HostProbe(device) if index == probe_at and device.type == "cuda" else None
+        planned = self.settings.settle_steps, self.settings.timed_steps
+        settled, timed = self._sizes.get(card.name, planned)
+        probe_at = settled - 2 if settled >= PROBE_NEEDS else None
+        look_at = None if card.name in self._sizes else probe_at if device.type == "cuda" else min(1, settled - 1)
+        done = 0
+        while done < settled:
+            probe = HostProbe(device) if done == probe_at and device.type == "cuda" else None
             if probe:
                 probe.start()
+            start = self.pace.now()
             yield
             if probe and self._dirty is None:
                 self.recorder.add(probe.stop(card.name, round_))
+            if done == look_at:
+                settled, timed = self._fit_block(card, None if self._dirty else self.pace.now() - start)
+            done += 1
+        self._saved_steps += sum(planned) - done - timed
         memory.reset_peak(device)
         self._clock = StepClock(device)
         self._forward = ForwardClock(device) if self.processes.size > 1 else None
         self._boundary()
-        for _ in range(self.settings.timed_steps):
+        for _ in range(timed):
             yield
             self._boundary()
         clock, forward = self._clock, self._forward
         self._clock = self._forward = None
         steps = clock.read(card.name, round_)
-        self.pace.plain_s = (self.pace.now() - begin) / (self.settings.settle_steps + self.settings.timed_steps)
+        self.pace.plain_s = (self.pace.now() - begin) / (done + timed)
         self.recorder.add(*steps)
         if forward is not None:
             self.recorder.add(forward.read(card.name, round_))
@@ -606,6 +620,26 @@ class Sweep:
             self.recorder.add(reading)
         self._record_loss(card.name, round_)
         self.recorder.add(*self.engine.scales(card))
+
+    def _fit_block(self, card: RecipeCard, step_s: float | None) -> tuple[int, int]:
+        """The sizes of the recipe's blocks, now that one of its steps has taken `step_s` (None: not to be trusted).
+
+        Of several ranks, zero decides for all.
+        """
+        planned = self.settings.settle_steps, self.settings.timed_steps
+        step_s, sizes = self.processes.from_zero((step_s, None if step_s is None else self.settings.of_a_block(step_s)))
+        if step_s is None or sizes is None:
+            return planned
+        self._sizes[card.name] = sizes
+        if sizes != planned:
+            self.recorder.add(
+                Problem(
+                    card.name,
+                    f"a step takes about {time_in_words(step_s)}, so its blocks have {sizes[0]} settled and {sizes[1]} "
+                    f"timed steps instead of {planned[0]} and {planned[1]} (block_seconds)",
+                )
+            )
+        return sizes
 
     def _traced(self, card: RecipeCard) -> Steps:
         """A step that watches operands, the library's log and memory, then steps that only the profiler watches."""

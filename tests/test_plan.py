@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.plan import GUARD_SETTLE, Fitted, PlanError, Settings, fit, order_of_rounds
+from lowprec_callback.plan import GUARD_SETTLE, LEAST_TIMED, SETTLING, Fitted, PlanError, Settings, fit, order_of_rounds
 
 SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
 SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, guard_steps=0)
@@ -140,6 +141,34 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         Settings(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert "whole number" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "20"])
+def test_a_bad_length_of_a_block_is_named(value: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        Settings(block_seconds=value)
+    assert str(caught.value) == f"block_seconds={value!r}: must be None or a number of seconds above 0"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "sizes"),
+    [(0.0, (3, 8)), (0.5, (3, 8)), (1.9, (3, 8)), (3.0, (3, 5)), (5.0, (3, 3)), (6.5, (1, 3)), (60.0, (1, 3))],
+)
+def test_a_block_of_long_steps_is_short(step_s: float, sizes: tuple[int, int]) -> None:
+    assert Settings().of_a_block(step_s) == sizes
+    assert Settings(block_seconds=None).of_a_block(step_s) == (3, 8)
+
+
+@given(settings_of_any_size, st.floats(0, 1e4), st.floats(1e-3, 1e5))
+def test_a_block_is_never_longer_than_planned_and_long_only_for_its_least_steps(
+    asked: Settings, step_s: float, bound: float
+) -> None:
+    asked = replace(asked, block_seconds=bound)
+    settled, timed = asked.of_a_block(step_s)
+    assert 1 <= settled <= asked.settle_steps
+    assert min(LEAST_TIMED, asked.timed_steps) <= timed <= asked.timed_steps
+    assert timed <= LEAST_TIMED or (timed - 1) * step_s <= (1 - SETTLING) * bound + 1e-9 * bound
+    assert settled == 1 or step_s <= SETTLING * bound
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers())

@@ -44,6 +44,7 @@ ARGUMENTS: dict[str, Any] = {
     "keep_rank_recordings": True,
     "max_rounds": 0,
     "step_precision": 0.5,
+    "block_seconds": None,
 }
 """Every argument, with another value than its default wherever the fit below can do with it."""
 

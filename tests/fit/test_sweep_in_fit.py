@@ -440,6 +440,32 @@ def test_rounds_beyond_the_plan_take_a_quarter_of_the_steps_that_are_left(tmp_pa
     assert "3 rounds ran: the fit has no more steps to spare" in callback.report.plan
 
 
+def test_blocks_of_long_steps_are_short(tmp_path: Path) -> None:
+    """Any step is longer than a microsecond: the first block of a recipe shows it in its second step."""
+    arguments: dict[str, Any] = {"settle_steps": 3, "timed_steps": 5, "rounds": 3, "guard_steps": 0}
+    callback, module = profiler(tmp_path, block_seconds=1e-6, stop_after=True, **arguments), Tiny()
+    trainer(tmp_path, callback, steps=80).fit(module, loader(80))
+    facts = recording_of(tmp_path)
+    assert Counter((step.recipe, step.round) for step in facts.of(StepTime)) == {
+        (name, round_): 3 for name in ("fp32", "bf16") for round_ in range(3)
+    }
+    told = [problem for problem in facts.of(Problem) if "block_seconds" in problem.message]
+    assert {problem.where for problem in told} == {"fp32", "bf16"}
+    assert len(told) == 2
+    assert "1 settled and 3 timed steps instead of 3 and 5" in told[0].message
+    # 3 to begin with; of each recipe a block of 2 + 3 steps, two of 1 + 3, and 1 traced step with 2 before it.
+    assert module.steps == 3 + 2 * (5 + 4 + 4 + 3)
+    assert callback.session is not None
+    assert callback.session.sweep.total_steps == module.steps
+
+
+def test_blocks_keep_their_steps_where_nothing_bounds_them(tmp_path: Path) -> None:
+    trainer(tmp_path, profiler(tmp_path, timed_steps=5, block_seconds=None)).fit(Tiny(), loader(60))
+    facts = recording_of(tmp_path)
+    assert set(Counter((step.recipe, step.round) for step in facts.of(StepTime)).values()) == {5}
+    assert not [problem for problem in facts.of(Problem) if "block_seconds" in problem.message]
+
+
 def test_stop_after_ends_the_fit(tmp_path: Path) -> None:
     module = Tiny()
     trainer(tmp_path, profiler(tmp_path, stop_after=True)).fit(module, loader(60))
