@@ -68,7 +68,7 @@ def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts
     """The ledger's parts of two recipes that have one, with intervals; or without any, and the reason.
 
     `busy` is treated like a bucket. Idle and residual are what it leaves of the timed step, so that their
-    half-widths are those of busy and step in quadrature; see `idle_within`.
+    half-widths are those of busy and step in quadrature; see `rest_within`.
     """
     noise = noise_of(one, other)
     assert one.ledger is not None
@@ -82,24 +82,27 @@ def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts
         made["busy"] = around(parts["busy"], noise.half(ledger, BUCKETS))
         busy, step = made["busy"].half_width, part.step_ms.half_width
         left = math.hypot(busy, step) if busy is not None and step is not None else None
-        made["idle"], made["residual"] = idle_within(ledger, left), around(parts["residual"], left)
+        made["idle"], made["residual"] = rest_within(ledger, left)
         sides.append(made)
     return sides[0], sides[1], None
 
 
-def idle_within(ledger: Ledger, half: float | None) -> Figure:
-    """A ledger's idle time, `half` either way; on a GPU never below zero, nor above what the traced steps showed.
+def rest_within(ledger: Ledger, half: float | None) -> tuple[Figure, Figure]:
+    """A ledger's idle time and residual, each `half` either way; as they are where `half` is not known.
 
-    Tracing slows the host and not the kernels, so that the traced steps' idle time bounds that of the timed ones
-    however little is known of their length. As it is where `half` is not known.
+    On a GPU idle time is never below zero, nor above what the traced steps showed: tracing slows the host and not the
+    kernels, so that their idle time bounds that of the timed steps, however little is known of the length of those.
+    On a CPU the traced step is scaled to the timed one: idle has its share of `half`, and there is no residual.
     """
-    idle, busy, traced = ledger.idle.value, ledger.busy.value, ledger.traced_wall
-    if half is None or idle is None or busy is None or traced is None or traced.value is None:
-        return around(ledger.idle, half)
-    if ledger.busy.origin == "estimated":  # on a CPU the traced step is scaled to the timed one
-        return around(ledger.idle, half)
-    most = max(traced.value - busy, idle)
-    return replace(ledger.idle, low=max(idle - half, 0.0), high=min(idle + half, most))
+    idle, wall, traced = ledger.idle.value, ledger.wall.value, ledger.traced_wall
+    if half is None or idle is None:
+        return ledger.idle, ledger.residual
+    if ledger.busy.origin == "estimated":
+        return around(ledger.idle, half * idle / wall if wall else None), around(ledger.residual, 0.0)
+    low, high = idle - half, idle + half
+    if traced is not None and traced.value is not None and ledger.busy.value is not None:
+        low, high = max(low, 0.0), min(high, max(traced.value - ledger.busy.value, idle))
+    return replace(ledger.idle, low=low, high=high), around(ledger.residual, half)
 
 
 def around(figure: Figure, half: float | None) -> Figure:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lowprec_callback.analyze.bucket_noise import Noise, around, idle_within, noise_of
+from lowprec_callback.analyze.bucket_noise import Noise, around, noise_of, rest_within
 from lowprec_callback.analyze.gemms import GemmTotals
 from lowprec_callback.report import (
     BUCKETS,
@@ -113,8 +113,9 @@ def gap(
     terms += _other_terms(change, SMALL * (start.value or 0.0), on_cpu)
     idle_note = "time in no operator: Python and the framework" if on_cpu else "the GPU runs nothing"
     idle_note += _causes(before, after, SMALL * (start.value or 0.0))
-    terms.append(GapTerm(IDLE, change.idle(start, end), idle_note))
-    terms.append(GapTerm(RESIDUAL, change.residual(start, end), "what the ledgers leave unexplained"))
+    idle, residual = change.rest(start, end)
+    terms.append(GapTerm(IDLE, idle, idle_note))
+    terms.append(GapTerm(RESIDUAL, residual, "what the ledgers leave unexplained"))
     return Gap(baseline, recipe, start, end, tuple(terms))
 
 
@@ -131,15 +132,10 @@ class _Change:
         changes = [_bucket(self.after, name).minus(_bucket(self.before, name)) for name in names]
         return around(Figure.total(changes, "ms"), self._half(names))
 
-    def idle(self, start: Figure, end: Figure) -> Figure:
-        """The change of idle time; see `idle_within`."""
-        sides = [idle_within(ledger, half) for ledger, half in self._left(start, end)]
-        return sides[1].minus(sides[0])
-
-    def residual(self, start: Figure, end: Figure) -> Figure:
-        """The change of the residual."""
-        sides = [around(ledger.residual, half) for ledger, half in self._left(start, end)]
-        return sides[1].minus(sides[0])
+    def rest(self, start: Figure, end: Figure) -> tuple[Figure, Figure]:
+        """The changes of idle time and of the residual; see `rest_within`."""
+        (idle, residual), (idle_after, residual_after) = (rest_within(*side) for side in self._left(start, end))
+        return idle_after.minus(idle), residual_after.minus(residual)
 
     def _left(self, start: Figure, end: Figure) -> list[tuple[Ledger, float | None]]:
         """Each ledger, and the half-width of what its busy time leaves of its step: both in quadrature."""

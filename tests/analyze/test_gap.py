@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.analyze.bucket_noise import idle_within
+from lowprec_callback.analyze.bucket_noise import rest_within
 from lowprec_callback.analyze.gap import GEMMS, OTHER, SLOWER, closes, gap, pairs
 from lowprec_callback.analyze.gap import between as gap_between
 from lowprec_callback.analyze.gemms import GemmTotals
@@ -152,15 +152,19 @@ def test_idle_lies_between_none_and_what_the_traced_steps_showed() -> None:
     assert ledger is not None
     busy, idle = ledger.busy.value or 0.0, ledger.idle.value or 0.0
     showed = replace(ledger, traced_wall=Figure(busy + idle + 0.3, "ms"))
-    wide = idle_within(showed, 50.0)
+    wide, rest = rest_within(showed, 50.0)
+    assert rest.half_width == pytest.approx(50.0)
     assert (wide.value, wide.low, wide.high) == (idle, 0.0, pytest.approx(idle + 0.3))
-    narrow = idle_within(showed, 0.1)
+    narrow, _ = rest_within(showed, 0.1)
     assert (narrow.low, narrow.high) == (pytest.approx(max(idle - 0.1, 0.0)), pytest.approx(idle + 0.1))
     # Less than the timed step had (its kernels were the shorter ones): the value itself is the most.
-    assert idle_within(replace(ledger, traced_wall=Figure(busy, "ms")), 50.0).high == pytest.approx(idle)
-    for plain in (ledger, replace(showed, busy=replace(ledger.busy, origin="estimated"))):  # not known; on a CPU
-        assert idle_within(plain, 50.0).half_width == pytest.approx(50.0)
-    assert idle_within(showed, None).half_width is None
+    assert rest_within(replace(ledger, traced_wall=Figure(busy, "ms")), 50.0)[0].high == pytest.approx(idle)
+    assert rest_within(replace(ledger, traced_wall=None), 50.0)[0].half_width == pytest.approx(50.0)
+    assert rest_within(showed, None) == (showed.idle, showed.residual)
+    # On a CPU the traced step is scaled to the timed one, which leaves no residual.
+    scaled, none = rest_within(replace(showed, busy=replace(ledger.busy, origin="estimated")), 50.0)
+    assert scaled.half_width == pytest.approx(50.0 * idle / (ledger.wall.value or 0.0))
+    assert none.half_width == 0.0
 
     bounded = replace(MX, ledger=replace(showed, traced_wall=Figure(busy + idle, "ms"))), NV
     terms = [{term.name: term.ms for term in gap_between(*sides).terms} for sides in ((MX, NV), bounded)]
