@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -127,6 +127,22 @@ class Settings:
         watched = recipes * (self.traced_steps + WITNESS_STEPS) if self.traced_steps else 0
         return watched * watched_s + (self.steps(recipes) - LEAD_STEPS - watched) * plain_s
 
+    def seconds_after(self, done: int, steps_s: Sequence[float], watched: float) -> float:
+        """About what is left after `done` rounds takes [s], by each recipe's own pace.
+
+        Args:
+            done: rounds that are over.
+            steps_s: seconds of a step of each recipe, the baseline first; it takes the guard's steps twice.
+            watched: how many times as long a step with all watchers takes.
+        """
+        blocks = [step_s * sum(self.of_a_block(step_s)) for step_s in steps_s]
+        traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
+        captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
+        guarded = self.guard_steps + GUARD_SETTLE if self.guard_steps else 0
+        each = max(0, self.rounds - done) * math.fsum(blocks)
+        after = math.fsum(steps_s) * (traced * watched + captured + guarded)
+        return each + after + (steps_s[0] * guarded if steps_s else 0.0)
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -155,10 +171,10 @@ _FLOORS = (
 """What gives way, in this order, and down to what."""
 
 
-def _shrink(asked: Settings, fits: Callable[[Settings], bool]) -> Settings:
-    """The settings cut in the order of `_FLOORS` until they fit, or to the last floor."""
+def _shrink(asked: Settings, fits: Callable[[Settings], bool], floors: Sequence[tuple[str, int]] = _FLOORS) -> Settings:
+    """The settings cut in the order of the floors until they fit, or to the last floor."""
     settings = asked
-    for name, floor in _FLOORS:
+    for name, floor in floors:
         while getattr(settings, name) > floor and not fits(settings):
             settings = replace(settings, **{name: getattr(settings, name) - 1})
     return settings
@@ -180,6 +196,21 @@ def fit_time(asked: Settings, recipes: int, seconds: float, plain_s: float, watc
     left = f"{in_words(seconds)} are left" if seconds else "no time is left"
     needs = in_words(asked.seconds(recipes, plain_s, watched_s))
     return Fitted(got, _explain(asked, got, f"{left} and the plan takes about {needs}"))
+
+
+def fit_rest(asked: Settings, done: int, steps_s: Sequence[float], watched: float, left_s: float) -> Fitted:
+    """What is left of the plan after `done` rounds, shrunk until it fits into `left_s` seconds, or as far as it can be.
+
+    Rounds give way first, then most of the guard and of tracing, then the capture window and the guard. One traced step
+    a recipe is tried in any case: the time may be enough for some of them.
+    """
+    floors = (("rounds", done), ("guard_steps", 2), ("traced_steps", 1), ("nvtx_steps", 0), ("guard_steps", 0))
+    got = _shrink(asked, lambda settings: settings.seconds_after(done, steps_s, watched) <= left_s, floors)
+    if got == asked:
+        return Fitted(asked, None)
+    needs = in_words(asked.seconds_after(done, steps_s, watched))
+    why = f"after {_count(done, 'round')} {in_words(left_s)} are left and the rest of the plan takes about {needs}"
+    return Fitted(got, _explain(asked, got, why))
 
 
 def refit(asked: Settings, recipes: int, steps_left: int | None, pace: Pace) -> Fitted:

@@ -38,7 +38,16 @@ from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock, s
 from lowprec_callback.measure.trace import Tracer
 from lowprec_callback.pace import Pace
 from lowprec_callback.pace import in_words as time_in_words
-from lowprec_callback.plan import GUARD_SETTLE, NVTX_SETTLE, PROBE_NEEDS, Settings, order_of_rounds, refit
+from lowprec_callback.plan import (
+    GUARD_SETTLE,
+    NVTX_SETTLE,
+    PROBE_NEEDS,
+    Fitted,
+    Settings,
+    fit_rest,
+    order_of_rounds,
+    refit,
+)
 from lowprec_callback.ranks import Alone, Ranks, first_reason
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import (
@@ -64,6 +73,9 @@ CHANGING = 4
 
 TRIES = 4
 """Times that a watched step is looked at again, if evaluation or the like ran inside it."""
+
+TOLD = 1.5
+"""How many times as long as the first look said the rest must take for it to be said again."""
 
 BENCHMARK_SHARE = 0.3
 """Share of the time that is left which the GEMM benchmark may take, where there is a limit."""
@@ -149,6 +161,10 @@ class Sweep:
     _sampling: Rounds | None = None
     _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(settled, timed) steps of a recipe's blocks, once one of its steps has shown how long they are."""
+    _step_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step of each recipe, over its last block."""
+    _watched: float | None = None
+    """How many times as long a step with all watchers takes, once that is known."""
     _saved_steps: int = 0
     """Steps of the plan that shorter blocks left out."""
     _autocast: torch.dtype | None = None
@@ -396,6 +412,7 @@ class Sweep:
         yield from self._part("capture", self._capture())
         self._use(self.baseline)
         self.pace.watched_s = max(self.pace.plain_s, now() - begin)
+        self._watched = self.pace.watched_s / self.pace.plain_s if self.pace.plain_s else None
         steps_s = self.settings.seconds(len(self.cards), self.pace.plain_s, self.pace.watched_s)
         bench_s = expected_s(jobs_of(self._shapes, self.cards, self.baseline.name)) if self.gemm_benchmark else 0.0
         also = f", the GEMM benchmark {time_in_words(bench_s)} of it" if bench_s else ""
@@ -406,14 +423,40 @@ class Sweep:
 
     def _fit_plan(self) -> None:
         """Shorten what is left of the plan, if the fit has fewer steps than it seemed, or time is short."""
-        before, last = self.settings, self.recorder.snapshot().last(Plan)
+        before = self.settings
         fitted = refit(before, len(self.cards), self.steps_left(), self.pace)
         self.settings, spare, shrunk = self.processes.from_zero((fitted.settings, fitted.spare, fitted.shrunk))
         if self.spare_steps is not None and spare is not None:
             self.spare_steps = min(self.spare_steps, spare)
-        if self.settings == before or last is None or shrunk is None:
+        if self.settings != before and shrunk is not None:
+            self._tell_plan(shrunk)
+
+    def _fit_rest(self, sampling: Rounds, done: int) -> None:
+        """Now that every recipe's pace is known: shorten what is left, if time is short, and say how long it takes.
+
+        The first look knew the baseline's only, and a recipe may be many times as slow: BF16 on a CPU without
+        instructions for it.
+        """
+        known = [self._step_s[card.name] for card in self.cards if card.name in self._step_s]
+        if len(known) < len(self.cards) or self._watched is None:
             return
-        s = self.settings
+        left, before = self.pace.left_s, self.settings
+        # Where the time is up already, the next part will say so.
+        fitted = fit_rest(before, done, known, self._watched, left) if left else Fitted(before, None)
+        self.settings, shrunk = self.processes.from_zero((fitted.settings, fitted.shrunk))
+        if shrunk is not None:
+            sampling.planned = sampling.most = self.settings.rounds
+            self._tell_plan(shrunk)
+        rest_s = self.settings.seconds_after(done, known, self._watched)
+        if rest_s > TOLD * self.settings.seconds_after(done, [known[0]] * len(known), self._watched):
+            paces = ", ".join(f"{card.name} {time_in_words(self._step_s[card.name])}" for card in self.cards)
+            self.say(f"lowprec: a step takes {paces}, so the rest of the sweep about {time_in_words(rest_s)}")
+
+    def _tell_plan(self, shrunk: str) -> None:
+        """The plan as it is now, and what was cut from it."""
+        s, last = self.settings, self.recorder.snapshot().last(Plan)
+        if last is None:
+            return
         self.recorder.add(
             replace(
                 last,
@@ -421,6 +464,8 @@ class Sweep:
                 settle_steps=s.settle_steps,
                 timed_steps=s.timed_steps,
                 traced_steps=s.traced_steps,
+                guard_steps=s.guard_steps,
+                no_guard="too little is left for it" if last.guard_steps and not s.guard_steps else last.no_guard,
                 steps=self.total_steps,
                 shrunk="; ".join(text for text in (last.shrunk, shrunk) if text),
             )
@@ -565,6 +610,8 @@ class Sweep:
                 card = by_name[name]
                 yield from self._part(f"{name}, round {done + 1}", self._block(card, done), card)
             done += 1
+            if done == 1:
+                self._fit_rest(self._sampling, done)
         if words := batches.spread(self.recorder.snapshot().of(StepTime)):
             self.recorder.add(Problem("batches", words))
         self.recorder.add(Sampled(done, why, widest(self._sampling.medians), self.settings.step_precision))
@@ -609,7 +656,7 @@ class Sweep:
         clock, forward = self._clock, self._forward
         self._clock = self._forward = None
         steps = clock.read(card.name, round_)
-        self.pace.plain_s = (self.pace.now() - begin) / (done + timed)
+        self.pace.plain_s = self._step_s[card.name] = (self.pace.now() - begin) / (done + timed)
         self.recorder.add(*steps)
         if forward is not None:
             self.recorder.add(forward.read(card.name, round_))

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.plan import GUARD_SETTLE, LEAST_TIMED, SETTLING, Fitted, PlanError, Settings, fit, order_of_rounds
+from lowprec_callback.plan import (
+    GUARD_SETTLE,
+    LEAST_TIMED,
+    SETTLING,
+    Fitted,
+    PlanError,
+    Settings,
+    fit,
+    fit_rest,
+    order_of_rounds,
+)
 
 SIZES = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
 SMALLEST = Settings(rounds=1, settle_steps=1, timed_steps=2, traced_steps=0, guard_steps=0)
@@ -141,6 +151,32 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         Settings(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert "whole number" in str(caught.value)
+
+
+@given(settings_of_any_size, st.integers(1, 6), st.lists(st.floats(0.01, 60), min_size=1, max_size=4), st.floats(1, 3))
+def test_what_is_left_is_cut_until_it_fits_or_cannot_be_cut(
+    asked: Settings, done: int, steps_s: list[float], watched: float
+) -> None:
+    whole = asked.seconds_after(done, steps_s, watched)
+    assert fit_rest(asked, done, steps_s, watched, whole).settings == asked
+    assert fit_rest(asked, done, steps_s, watched, whole + 1).shrunk is None
+    for share in (0.7, 0.3, 0.0):
+        fitted = fit_rest(asked, done, steps_s, watched, share * whole)
+        got = fitted.settings
+        if got.seconds_after(done, steps_s, watched) > share * whole:
+            assert got.rounds == min(asked.rounds, done)
+            assert (got.guard_steps, got.nvtx_steps) == (0, 0)
+            assert got.traced_steps == min(asked.traced_steps, 1)
+        assert (got.settle_steps, got.timed_steps) == (asked.settle_steps, asked.timed_steps)
+        assert (fitted.shrunk is None) == (got == asked)
+
+
+def test_what_is_left_takes_each_recipes_own_time() -> None:
+    asked = Settings(rounds=3, settle_steps=1, timed_steps=2, traced_steps=1, guard_steps=1)
+    # Two rounds of 3 steps, a traced step and two before it that take twice as long, and 4 of the guard, the first
+    # recipe's again.
+    assert asked.seconds_after(1, [1.0, 2.0], 2.0) == pytest.approx((2 * 3 + 3 * 2 + 4) * (1 + 2) + 4)
+    assert asked.seconds_after(3, [1.0, 2.0], 2.0) == pytest.approx((3 * 2 + 4) * (1 + 2) + 4)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "20"])

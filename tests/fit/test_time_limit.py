@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.pace import Pace
-from lowprec_callback.recording import End, Plan, Problem, StepTime
+from lowprec_callback.recording import End, Plan, Problem, StepTime, Trace
 from lowprec_callback.sweep import Sweep
-from tests.fit.models import Tiny, loader, short, trainer
+from tests.fit.models import Tiny, loader, profiler, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 
@@ -82,6 +83,53 @@ def test_steps_that_grow_longer_still_keep_to_max_seconds(tmp_path: Path, monkey
     # No part begins when the time is up; the one that runs then ends.
     assert callback.session is not None
     assert callback.session.sweep.pace.elapsed_s < 30.0 + 3 * 10.0
+
+
+class SlowBf16:
+    """FP32 takes a second a step, BF16 twenty-five."""
+
+    def __init__(self, clock: Clock, callback: LowPrecisionProfiler) -> None:
+        self._clock, self._callback = clock, callback
+
+    def __call__(self, _module: Tiny, _number: int) -> None:
+        session = self._callback.session
+        card = session.sweep.card if session is not None else None
+        self._clock.at += 25.0 if card is not None and card.name == "bf16" else 1.0
+
+
+def test_the_time_is_told_again_when_a_recipe_turns_out_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, callback = Clock(monkeypatch, 1.0), short(tmp_path, progress=False)
+    trainer(tmp_path, callback).fit(Tiny(SlowBf16(clock, callback)), loader(60))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowprec: a step takes")]
+    # The second round is 3 steps of each recipe, and the trace 3 more.
+    assert said == [
+        "lowprec: a step takes about 1 s, so the rest of the sweep about 18 s",
+        "lowprec: a step takes fp32 1 s, bf16 25 s, so the rest of the sweep about 2 min 36 s",
+    ]
+    assert recording_of(tmp_path).of(End) == [End("finished")]
+
+
+def test_a_slow_recipe_is_fitted_into_max_seconds_after_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the baseline's pace all would fit; by BF16's only what matters most does: its trace, not more rounds."""
+    clock = Clock(monkeypatch, 1.0)
+    callback = profiler(tmp_path, progress=False, max_seconds=200.0, rounds=6, guard_steps=4, stop_after=True)
+    trainer(tmp_path, callback, steps=120).fit(Tiny(SlowBf16(clock, callback)), loader(120))
+    facts = recording_of(tmp_path)
+    plan = facts.of(Plan)[-1]
+    assert (plan.rounds, plan.traced_steps, plan.guard_steps) == (1, 1, 0)
+    assert plan.no_guard == "too little is left for it"
+    assert plan.shrunk is not None
+    assert plan.shrunk.startswith("after 1 round 1 min 59 s are left and the rest of the plan takes about ")
+    assert "(rounds 6 -> 1, guard_steps 4 -> 0)" in plan.shrunk
+    assert facts.of(End) == [End("finished")]
+    assert {trace.recipe for trace in facts.of(Trace)} == {"fp32", "bf16"}
+    assert {step.round for step in facts.of(StepTime)} == {0}
+    assert callback.session is not None
+    assert callback.session.sweep.pace.elapsed_s <= 200.0
 
 
 def test_max_time_of_the_trainer_counts_as_well(tmp_path: Path) -> None:
