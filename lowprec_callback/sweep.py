@@ -159,8 +159,8 @@ class Sweep:
     _phase_name: str = ""
     _shapes: list[Gemm] = field(default_factory=list)
     _sampling: Rounds | None = None
-    _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(settled, timed) steps of a recipe's blocks, once one of its steps has shown how long they are."""
+    _shortened: set[str] = field(default_factory=set)
+    """Recipes whose blocks have fewer steps than planned, because those are long."""
     _step_s: dict[str, float] = field(default_factory=dict)
     """Seconds of a step of each recipe, over its last block."""
     _watched: float | None = None
@@ -630,9 +630,10 @@ class Sweep:
         self._what = f"{card.name}, round {round_ + 1}{of}"
         device, begin = self.engine.device, self.pace.now()
         planned = self.settings.settle_steps, self.settings.timed_steps
-        settled, timed = self._sizes.get(card.name, planned)
+        known = self._step_s.get(card.name)
+        settled, timed = planned if known is None else self._fit_block(card, known)
         probe_at = settled - 2 if settled >= PROBE_NEEDS else None
-        look_at = None if card.name in self._sizes else probe_at if device.type == "cuda" else min(1, settled - 1)
+        look_at = None if known is not None else probe_at if device.type == "cuda" else min(1, settled - 1)
         done = 0
         while done < settled:
             probe = HostProbe(device) if done == probe_at and device.type == "cuda" else None
@@ -669,16 +670,16 @@ class Sweep:
         self.recorder.add(*self.engine.scales(card))
 
     def _fit_block(self, card: RecipeCard, step_s: float | None) -> tuple[int, int]:
-        """The sizes of the recipe's blocks, now that one of its steps has taken `step_s` (None: not to be trusted).
+        """(settled, timed) steps of the recipe's block, if a step takes `step_s` (None: that is not to be trusted).
 
         Of several ranks, zero decides for all.
         """
         planned = self.settings.settle_steps, self.settings.timed_steps
-        step_s, sizes = self.processes.from_zero((step_s, None if step_s is None else self.settings.of_a_block(step_s)))
-        if step_s is None or sizes is None:
-            return planned
-        self._sizes[card.name] = sizes
-        if sizes != planned:
+        step_s, sizes = self.processes.from_zero(
+            (step_s, planned if step_s is None else self.settings.of_a_block(step_s))
+        )
+        if step_s is not None and sizes != planned and card.name not in self._shortened:
+            self._shortened.add(card.name)
             self.recorder.add(
                 Problem(
                     card.name,
