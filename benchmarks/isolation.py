@@ -136,7 +136,7 @@ def child(options: argparse.Namespace) -> None:
     found: dict[str, list[float | None]] = {}
     for part in profiler.report.recipes:
         if part.step_ms.value is not None:
-            busy = part.ledger.busy.value if part.ledger is not None and part.ledger.busy is not None else None
+            busy = part.ledger.busy.value if part.ledger is not None else None
             step = [part.step_ms.value, part.step_ms.half_width or 0.0]
             found[part.name] = [*step, busy if on_gpu else None, peaks.get(part.name)]
     print(json.dumps(found), flush=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
+from lowprec_callback.pace import A_LIMIT, is_limit
 from lowprec_callback.recipes import RecipeError, load_cards, resolve
 
 ANY_ENGINE = "transformer_engine"
@@ -52,12 +52,6 @@ def _are_names(value: Any) -> bool:
     return _is_name(value) or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
 
 
-def _is_seconds(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | PathLike) and bool(str(value))
 
@@ -87,7 +81,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "fail_on_fallback": _FLAG,
     "nvtx": ("True, False or None", lambda value: value is None or _is_flag(value)),
     "output_dir": ("the path of a folder", _is_path),
-    "max_seconds": ("None or a number of seconds above 0", _is_seconds),
+    "max_seconds": (A_LIMIT, is_limit),
     "recipe_arguments": ('None or arguments by recipe, like {"fp8_delayed": {"amax_history_len": 16}}', _is_table),
 }
 """Argument to what it may be, in words and as a test."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -39,9 +41,25 @@ class Pace:
         return None if self.max_seconds is None else max(0.0, self.max_seconds - self.elapsed_s)
 
     @property
+    def watched_factor(self) -> float | None:
+        """How many times as long a step with all watchers takes; None while that is not known."""
+        return self.watched_s / self.plain_s if self.watched_s is not None and self.plain_s else None
+
+    @property
     def up(self) -> bool:
         """Whether the time is up."""
         return self.left_s == 0.0
+
+
+A_LIMIT = "None or a number of seconds above 0"
+"""What a limit of time may be, in words."""
+
+
+def is_limit(value: Any) -> bool:
+    """Whether a value is a limit of time."""
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def in_words(seconds: float) -> str:

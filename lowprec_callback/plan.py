@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lowprec_callback.pace import Pace, in_words
+from lowprec_callback.pace import A_LIMIT, Pace, in_words, is_limit
 
 LEAD_STEPS = 3
 """One step to warm up (compilation, allocator), one whose time says how long the sweep will take, one to capture the
@@ -85,11 +86,13 @@ class Settings:
             raise PlanError(f"seed={self.seed!r}: must be a whole number")
         if not isinstance(self.step_precision, int | float) or not 0 < self.step_precision < 1:
             raise PlanError(f"step_precision={self.step_precision!r}: must be between 0 and 1 (0.02 is 2%)")
+        if not is_limit(self.block_seconds):
+            raise PlanError(f"block_seconds={self.block_seconds!r}: must be {A_LIMIT}")
 
-        bound = self.block_seconds
-        number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if bound is not None and not (number and math.isfinite(bound) and bound > 0):
-            raise PlanError(f"block_seconds={bound!r}: must be None or a number of seconds above 0")
+    def sizes(self) -> dict[str, Any]:
+        """Those sizes that a `recording.Plan` tells, by the names of its fields."""
+        names = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
+        return {name: getattr(self, name) for name in names}
 
     def of_a_block(self, step_s: float) -> tuple[int, int]:
         """(settled, timed) steps of a block, for a recipe whose step takes `step_s` seconds.
@@ -111,20 +114,26 @@ class Settings:
         """Optimizer steps of one round of so many recipes."""
         return recipes * (self.settle_steps + self.timed_steps)
 
-    def steps(self, recipes: int) -> int:
-        """Optimizer steps that the plan takes for so many recipes."""
+    def after_rounds(self) -> tuple[int, int, int]:
+        """(watched and traced, captured, compared) optimizer steps of one recipe, after its blocks."""
         traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
         captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
-        # The baseline's once more, at the end.
-        guarded = (recipes + 1) * (self.guard_steps + GUARD_SETTLE) if self.guard_steps else 0
-        return LEAD_STEPS + self.rounds * self.round_steps(recipes) + recipes * (traced + captured) + guarded
+        compared = self.guard_steps + GUARD_SETTLE if self.guard_steps else 0
+        return traced, captured, compared
+
+    def steps(self, recipes: int) -> int:
+        """Optimizer steps that the plan takes for so many recipes."""
+        traced, captured, compared = self.after_rounds()
+        # The baseline's compared steps once more, at the end.
+        more = recipes * (traced + captured) + (recipes + 1) * compared
+        return LEAD_STEPS + self.rounds * self.round_steps(recipes) + more
 
     def seconds(self, recipes: int, plain_s: float, watched_s: float) -> float:
         """About what the steps after the first `LEAD_STEPS` take [s]: watched steps x watched_s + others x plain_s.
 
         plain_s: of a step with nothing attached; watched_s: of one with all watchers, which traced steps have too.
         """
-        watched = recipes * (self.traced_steps + WITNESS_STEPS) if self.traced_steps else 0
+        watched = recipes * self.after_rounds()[0]
         return watched * watched_s + (self.steps(recipes) - LEAD_STEPS - watched) * plain_s
 
     def seconds_after(self, done: int, steps_s: Sequence[float], watched: float) -> float:
@@ -135,13 +144,10 @@ class Settings:
             steps_s: seconds of a step of each recipe, the baseline first; it takes the guard's steps twice.
             watched: how many times as long a step with all watchers takes.
         """
-        blocks = [step_s * sum(self.of_a_block(step_s)) for step_s in steps_s]
-        traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
-        captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
-        guarded = self.guard_steps + GUARD_SETTLE if self.guard_steps else 0
-        each = max(0, self.rounds - done) * math.fsum(blocks)
-        after = math.fsum(steps_s) * (traced * watched + captured + guarded)
-        return each + after + (steps_s[0] * guarded if steps_s else 0.0)
+        traced, captured, compared = self.after_rounds()
+        blocks = math.fsum(step_s * sum(self.of_a_block(step_s)) for step_s in steps_s)
+        more = math.fsum(steps_s) * (traced * watched + captured + compared)
+        return max(0, self.rounds - done) * blocks + more + steps_s[0] * compared
 
 
 @dataclass(frozen=True)
@@ -190,12 +196,23 @@ def fit_time(asked: Settings, recipes: int, seconds: float, plain_s: float, watc
         plain_s: one step with nothing attached [s].
         watched_s: one step with all watchers attached [s].
     """
-    got = _shrink(asked, lambda settings: settings.seconds(recipes, plain_s, watched_s) <= seconds)
+    return _fit_seconds(asked, lambda settings: settings.seconds(recipes, plain_s, watched_s), seconds, _FLOORS)
+
+
+def _fit_seconds(
+    asked: Settings,
+    takes: Callable[[Settings], float],
+    left_s: float,
+    floors: Sequence[tuple[str, int]],
+    when: str = "",
+    what: str = "the plan",
+) -> Fitted:
+    """Shrink the plan until what it `takes` [s] is at most `left_s`; `when` and `what` stand in the reason."""
+    got = _shrink(asked, lambda settings: takes(settings) <= left_s, floors)
     if got == asked:
         return Fitted(asked, None)
-    left = f"{in_words(seconds)} are left" if seconds else "no time is left"
-    needs = in_words(asked.seconds(recipes, plain_s, watched_s))
-    return Fitted(got, _explain(asked, got, f"{left} and the plan takes about {needs}"))
+    left = f"{in_words(left_s)} are left" if left_s else "no time is left"
+    return Fitted(got, _explain(asked, got, f"{when}{left} and {what} takes about {in_words(takes(asked))}"))
 
 
 def fit_rest(asked: Settings, done: int, steps_s: Sequence[float], watched: float, left_s: float) -> Fitted:
@@ -205,12 +222,14 @@ def fit_rest(asked: Settings, done: int, steps_s: Sequence[float], watched: floa
     a recipe is tried in any case: the time may be enough for some of them.
     """
     floors = (("rounds", done), ("guard_steps", 2), ("traced_steps", 1), ("nvtx_steps", 0), ("guard_steps", 0))
-    got = _shrink(asked, lambda settings: settings.seconds_after(done, steps_s, watched) <= left_s, floors)
-    if got == asked:
-        return Fitted(asked, None)
-    needs = in_words(asked.seconds_after(done, steps_s, watched))
-    why = f"after {_count(done, 'round')} {in_words(left_s)} are left and the rest of the plan takes about {needs}"
-    return Fitted(got, _explain(asked, got, why))
+    return _fit_seconds(
+        asked,
+        lambda settings: settings.seconds_after(done, steps_s, watched),
+        left_s,
+        floors,
+        when=f"after {_count(done, 'round')} ",
+        what="the rest of the plan",
+    )
 
 
 def refit(asked: Settings, recipes: int, steps_left: int | None, pace: Pace) -> Fitted:

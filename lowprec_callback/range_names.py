@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from lowprec_callback.facts.traces import ENGINE
 from lowprec_callback.recording import ROLES
 
 DOMAIN = "lowprec"
@@ -147,6 +148,6 @@ def _other(text: str) -> Meaning:
         number = step["number"] or step["other"]
         return Meaning(iteration=True, number=int(number) if number else None)
     op = _EMIT_NVTX.sub("", text)
-    if op.startswith("autograd::engine::evaluate_function: "):
+    if op.startswith(ENGINE):
         return Meaning(direction="backward", op=op)
     return Meaning(op=op, phase="data" if _DATA.fullmatch(op) else "", optimizer=_OPTIMIZER.fullmatch(op) is not None)

@@ -393,15 +393,11 @@ def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None, no_guard: s
     return Plan(
         recipes=tuple(card.name for card in sweep.cards),
         baseline=sweep.baseline.name,
-        rounds=s.rounds,
-        settle_steps=s.settle_steps,
-        timed_steps=s.timed_steps,
-        traced_steps=s.traced_steps,
+        **s.sizes(),
         seed=s.seed,
         micro_batches=micro_batches,
         steps=sweep.total_steps,
         shrunk=shrunk,
-        guard_steps=s.guard_steps,
         no_guard=no_guard,
     )
 

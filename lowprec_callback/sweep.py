@@ -163,8 +163,6 @@ class Sweep:
     """Recipes whose blocks have fewer steps than planned, because those are long."""
     _step_s: dict[str, float] = field(default_factory=dict)
     """Seconds of a step of each recipe, over its last block."""
-    _watched: float | None = None
-    """How many times as long a step with all watchers takes, once that is known."""
     _saved_steps: int = 0
     """Steps of the plan that shorter blocks left out."""
     _autocast: torch.dtype | None = None
@@ -412,7 +410,6 @@ class Sweep:
         yield from self._part("capture", self._capture())
         self._use(self.baseline)
         self.pace.watched_s = max(self.pace.plain_s, now() - begin)
-        self._watched = self.pace.watched_s / self.pace.plain_s if self.pace.plain_s else None
         steps_s = self.settings.seconds(len(self.cards), self.pace.plain_s, self.pace.watched_s)
         bench_s = expected_s(jobs_of(self._shapes, self.cards, self.baseline.name)) if self.gemm_benchmark else 0.0
         also = f", the GEMM benchmark {time_in_words(bench_s)} of it" if bench_s else ""
@@ -438,17 +435,18 @@ class Sweep:
         instructions for it.
         """
         known = [self._step_s[card.name] for card in self.cards if card.name in self._step_s]
-        if len(known) < len(self.cards) or self._watched is None:
+        watched = self.pace.watched_factor
+        if len(known) < len(self.cards) or watched is None:
             return
         left, before = self.pace.left_s, self.settings
         # Where the time is up already, the next part will say so.
-        fitted = fit_rest(before, done, known, self._watched, left) if left else Fitted(before, None)
+        fitted = fit_rest(before, done, known, watched, left) if left else Fitted(before, None)
         self.settings, shrunk = self.processes.from_zero((fitted.settings, fitted.shrunk))
         if shrunk is not None:
             sampling.planned = sampling.most = self.settings.rounds
             self._tell_plan(shrunk)
-        rest_s = self.settings.seconds_after(done, known, self._watched)
-        if rest_s > TOLD * self.settings.seconds_after(done, [known[0]] * len(known), self._watched):
+        rest_s = self.settings.seconds_after(done, known, watched)
+        if rest_s > TOLD * self.settings.seconds_after(done, [known[0]] * len(known), watched):
             paces = ", ".join(f"{card.name} {time_in_words(self._step_s[card.name])}" for card in self.cards)
             self.say(f"lowprec: a step takes {paces}, so the rest of the sweep about {time_in_words(rest_s)}")
 
@@ -460,11 +458,7 @@ class Sweep:
         self.recorder.add(
             replace(
                 last,
-                rounds=s.rounds,
-                settle_steps=s.settle_steps,
-                timed_steps=s.timed_steps,
-                traced_steps=s.traced_steps,
-                guard_steps=s.guard_steps,
+                **s.sizes(),
                 no_guard="too little is left for it" if last.guard_steps and not s.guard_steps else last.no_guard,
                 steps=self.total_steps,
                 shrunk="; ".join(text for text in (last.shrunk, shrunk) if text),
@@ -657,7 +651,7 @@ class Sweep:
         clock, forward = self._clock, self._forward
         self._clock = self._forward = None
         steps = clock.read(card.name, round_)
-        self.pace.plain_s = self._step_s[card.name] = (self.pace.now() - begin) / (done + timed)
+        self._step_s[card.name] = (self.pace.now() - begin) / (done + timed)
         self.recorder.add(*steps)
         if forward is not None:
             self.recorder.add(forward.read(card.name, round_))

@@ -47,6 +47,11 @@ class Noise:
         n = len(_series(ledger, names))
         return math.hypot(within / math.sqrt(n), self.between * total) if within is not None and n else None
 
+    def left(self, ledger: Ledger, step: Figure) -> float | None:
+        """Half-width of what the busy time of one of the two ledgers leaves of its step [ms]: both in quadrature."""
+        busy = self.half(ledger, BUCKETS)
+        return math.hypot(busy, step.half_width) if busy is not None and step.half_width is not None else None
+
 
 def noise_of(one: RecipeReport, other: RecipeReport) -> Noise | str:
     """The noise of two recipes' ledgers, or why it is not known. Both need a ledger; else ValueError."""
@@ -80,9 +85,7 @@ def with_intervals(one: RecipeReport, other: RecipeReport) -> tuple[Parts, Parts
     for part, ledger, parts in ((one, one.ledger, plain[0]), (other, other.ledger, plain[1])):
         made = {f"bucket.{name}": around(parts[f"bucket.{name}"], noise.half(ledger, (name,))) for name in BUCKETS}
         made["busy"] = around(parts["busy"], noise.half(ledger, BUCKETS))
-        busy, step = made["busy"].half_width, part.step_ms.half_width
-        left = math.hypot(busy, step) if busy is not None and step is not None else None
-        made["idle"], made["residual"] = rest_within(ledger, left)
+        made["idle"], made["residual"] = rest_within(ledger, noise.left(ledger, part.step_ms))
         sides.append(made)
     return sides[0], sides[1], None
 

@@ -134,17 +134,11 @@ class _Change:
 
     def rest(self, start: Figure, end: Figure) -> tuple[Figure, Figure]:
         """The changes of idle time and of the residual; see `rest_within`."""
-        (idle, residual), (idle_after, residual_after) = (rest_within(*side) for side in self._left(start, end))
+        sides = ((self.before, start), (self.after, end))
+        (idle, residual), (idle_after, residual_after) = (
+            rest_within(ledger, self.noise.left(ledger, step) if self.noise else None) for ledger, step in sides
+        )
         return idle_after.minus(idle), residual_after.minus(residual)
-
-    def _left(self, start: Figure, end: Figure) -> list[tuple[Ledger, float | None]]:
-        """Each ledger, and the half-width of what its busy time leaves of its step: both in quadrature."""
-        found = []
-        for ledger, step in ((self.before, start), (self.after, end)):
-            busy = self.noise.half(ledger, BUCKETS) if self.noise else None
-            known = busy is not None and step.half_width is not None
-            found.append((ledger, math.hypot(busy or 0.0, step.half_width or 0.0) if known else None))
-        return found
 
     def _half(self, names: Sequence[str]) -> float | None:
         sides = [self.noise.half(ledger, names) if self.noise else None for ledger in (self.before, self.after)]

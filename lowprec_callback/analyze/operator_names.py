@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-_ENGINE = "autograd::engine::evaluate_function: "
+from lowprec_callback.facts.traces import ENGINE
+
 _NAMESPACES = "aten|prims?|mkldnn|mkl|onednn|quantized|c10d|torch::autograd|te_softmax"
 _OPERATOR = re.compile(rf"(?:{_NAMESPACES})::([A-Za-z0-9_.]+)")
 # Autograd nodes are CamelCase, which tells them from kernels such as `cunn_SoftMaxBackward`.
@@ -64,7 +65,7 @@ _DIRECTION = re.compile(r"(?:_(?:forward|backward|data|dense|for_cpu|nd|default)
 def is_operator(name: str) -> bool:
     """Whether a name is a framework operator, an autograd node or a range rather than a kernel."""
     return (
-        name.startswith((_ENGINE, "Optimizer.", "record_param_comms", "gloo:", "nccl:"))
+        name.startswith((ENGINE, "Optimizer.", "record_param_comms", "gloo:", "nccl:"))
         or _RANGES.match(name) is not None
         or _OPERATOR.fullmatch(name) is not None
         or _NODE.fullmatch(name) is not None
@@ -73,7 +74,7 @@ def is_operator(name: str) -> bool:
 
 def operation(name: str) -> str:
     """The operation behind a name: `LogSoftmaxBackward0` and `aten::_log_softmax` are both `log_softmax`."""
-    name = name.removeprefix(_ENGINE)
+    name = name.removeprefix(ENGINE)
     node = _NODE.fullmatch(name)
     if node:
         # A word begins at a capital before a small letter (NLLLoss -> nll_loss), or after a small letter.
@@ -86,7 +87,7 @@ def operation(name: str) -> str:
 
 def is_wrapper(name: str) -> bool:
     """Whether an operator leaves the work to others that it calls, so that its own time is only overhead."""
-    node = name.startswith(_ENGINE) or _NODE.fullmatch(name) is not None
+    node = name.startswith(ENGINE) or _NODE.fullmatch(name) is not None
     return node or operation(name) in ("linear", "matmul")
 
 

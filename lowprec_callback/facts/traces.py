@@ -7,6 +7,10 @@ from typing import ClassVar
 
 from lowprec_callback.facts.base import Fact
 
+ENGINE = "autograd::engine::evaluate_function: "
+"""How the autograd engine's ranges begin among the operators of a trace. One is around a node, its hooks, and the sums
+of its gradients with others of the same tensor."""
+
 
 @dataclass(frozen=True)
 class HostWaits:

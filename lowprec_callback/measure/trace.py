@@ -17,13 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowprec_callback.facts.traces import ENGINE
 from lowprec_callback.measure.dispatch import AtenProduct, product_of
 from lowprec_callback.measure.host_calls import blocking, plain_name
 from lowprec_callback.measure.scopes import Scope
@@ -32,10 +32,6 @@ from lowprec_callback.recording import ROLES, HostPhases, HostWaits, Role, Trace
 PREFIX = "lowprec|"
 """Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
 `lowprec|gemm|ROLE|PATH`, and `lowprec|own|WHAT` around what the step does only because it is traced."""
-
-ENGINE = "autograd::engine::evaluate_function: "
-"""The autograd engine's ranges in torch.profiler: around one node, its hooks, and the sums of its gradients with others
-of the same tensor."""
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -304,8 +300,10 @@ def _nodes(stacks: Iterable[tuple[dict[str, Any], ...]]) -> dict[int, dict[str, 
     """Our module's backward range directly inside each range of the engine around one node, by the latter's id."""
     found: dict[int, dict[str, Any]] = {}
     for stack in stacks:
-        for outer, inner in pairwise(stack):
-            if outer["name"].startswith(ENGINE) and inner["name"].startswith(f"{PREFIX}module|backward|"):
+        # Each event begins a stack that ends with it, so that the last two show every pair.
+        if len(stack) > 1 and stack[-2]["name"].startswith(ENGINE):
+            outer, inner = stack[-2:]
+            if inner["name"].startswith(f"{PREFIX}module|backward|"):
                 found[id(outer)] = inner
     return found
 
