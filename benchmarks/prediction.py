@@ -66,8 +66,8 @@ def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] |
     from torch import nn
 
     from lowprec_callback.engines.transformer_engine import load
-    from lowprec_callback.plan import Settings
-    from lowprec_callback.session import Options, Session, Training
+    from lowprec_callback.sweep.plan import Settings
+    from lowprec_callback.sweep.session import Options, Session, Training
 
     te = load().te
     torch.manual_seed(0)

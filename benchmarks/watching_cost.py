@@ -35,8 +35,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from examples.mini_gpt.data import sequences
 from examples.mini_gpt.model import PRESETS, MiniGPT
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.plan import LEAD_STEPS
 from lowprec_callback.recording import StepTime
+from lowprec_callback.sweep.plan import LEAD_STEPS
 
 
 class BareClock(Callback):

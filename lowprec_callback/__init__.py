@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from lowprec_callback.analyze.compare import compare
     from lowprec_callback.callback import LowPrecisionProfiler
     from lowprec_callback.report import Report, load_report
-    from lowprec_callback.session import FallbackError
+    from lowprec_callback.sweep.session import FallbackError
 
 _HOMES = {
-    "FallbackError": "lowprec_callback.session",
+    "FallbackError": "lowprec_callback.sweep.session",
     "LowPrecisionProfiler": "lowprec_callback.callback",
     "Report": "lowprec_callback.report",
     "compare": "lowprec_callback.analyze.compare",

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowprec_callback import arguments, resume, trainer_facts
-from lowprec_callback.blame import passed_through_us
-from lowprec_callback.boundaries import StepWindow
+from lowprec_callback import resume
 from lowprec_callback.failures import in_words
-from lowprec_callback.loggers import log_report
-from lowprec_callback.patches import Patches
-from lowprec_callback.plan import Settings
-from lowprec_callback.progress import say
-from lowprec_callback.ranks import ranks_of, why_not
 from lowprec_callback.recipes import RecipeError
-from lowprec_callback.session import (
+from lowprec_callback.sweep import arguments
+from lowprec_callback.sweep.fault import passed_through_us
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.progress import say
+from lowprec_callback.sweep.ranks import ranks_of, why_not
+from lowprec_callback.sweep.session import (
     Continuation,
     FallbackError,
     Options,
@@ -30,8 +28,12 @@ from lowprec_callback.session import (
     early_ranges,
     report_in,
 )
-from lowprec_callback.state import forget_gradients
-from lowprec_callback.te_plugin import take_region_over
+from lowprec_callback.sweep.snapshot import forget_gradients
+from lowprec_callback.trainer import facts as trainer_facts
+from lowprec_callback.trainer.loggers import log_report
+from lowprec_callback.trainer.patches import Patches
+from lowprec_callback.trainer.step_window import StepWindow
+from lowprec_callback.trainer.te_plugin import take_region_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,7 +74,7 @@ class LowPrecisionProfiler(Callback):
         guard_steps: optimizer steps that every recipe takes from the same state on the same data, so that their losses
             and gradients can be compared with the baseline's (which takes them twice); 0 for none. Needs `restore`.
         log: give the main figures to the Trainer's loggers when the sweep is over, under the names in
-            `lowprec_callback.loggers`.
+            `lowprec_callback.trainer.loggers`.
         progress: show a progress bar (plain lines where another bar owns the terminal).
         keep_rank_recordings: where several processes train, keep the Recordings of ranks other than zero as well, as
             `rank-N.jsonl` in the run folder, each on its own machine. After an exception they are kept in any case.

@@ -28,7 +28,6 @@ from lowprec_callback.gemm_plan import GemmPlan
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.gemms import Course, Sampling, benchmark
 from lowprec_callback.measure.layer_bench import Conditions
-from lowprec_callback.progress import make_progress
 from lowprec_callback.recipes import RecipeCard, RecipeError
 from lowprec_callback.recording import (
     End,
@@ -44,6 +43,7 @@ from lowprec_callback.recording import (
     Refusal,
 )
 from lowprec_callback.show.gemm_page import GemmPage
+from lowprec_callback.sweep.progress import make_progress
 
 MOST_ROUNDS = 1000
 """Rounds at most: the precision or the budget ends the sampling long before."""

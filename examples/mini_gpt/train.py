@@ -29,7 +29,7 @@ from examples.mini_gpt import precision
 from examples.mini_gpt.data import VOCABULARY, sequences
 from examples.mini_gpt.model import PRESETS, MiniGPT
 from lowprec_callback.recipes import RecipeError
-from lowprec_callback.session import ProfilerError
+from lowprec_callback.sweep.session import ProfilerError
 
 PLAN = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
 """Arguments of LowPrecisionProfiler that pass through; where one is not given, its own default holds."""

@@ -18,11 +18,11 @@ from lowprec_callback.engines import te_state
 from lowprec_callback.engines.base import NotRun, Region
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, build_recipe
 from lowprec_callback.measure.library_log import LibraryListener
-from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeCard, load_cards, read_card
 from lowprec_callback.recording import Environment, Model, Recorder, UncachedWeights
 from lowprec_callback.report import Report, VerdictRow
-from lowprec_callback.sweep import Sweep
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.script import Sweep
 from tests.engines import fake_te
 from tests.engines.fake_te import Fake, Float8CurrentScaling, Format
 

@@ -21,12 +21,12 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from lowprec_callback import sweep as sweep_module
 from lowprec_callback.engines.base import NotRun
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
-from lowprec_callback.plan import LEAD_STEPS, Settings
-from lowprec_callback.rounds import Rounds
 from lowprec_callback.show import html, plots
+from lowprec_callback.sweep import script as sweep_module
+from lowprec_callback.sweep.plan import LEAD_STEPS, Settings
+from lowprec_callback.sweep.rounds import Rounds
 from tests.fit.models import Tiny, loader, profiler, trainer
 
 SLOW = 0.02

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.arguments import RULES
-from lowprec_callback.plan import Settings
 from lowprec_callback.recording import Plan
-from lowprec_callback.session import ProfilerError
+from lowprec_callback.sweep.arguments import RULES
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.session import ProfilerError
 from tests.fit.models import Tiny, loader, short, trainer
 from tests.fit.test_sweep_in_fit import recording_of
 

@@ -82,7 +82,7 @@ def fit(folder: Path, module: Any, callbacks: list[Any]) -> Trainer:
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is not what is tested here, and takes most of the time."""
-    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
 
 
 class NoTracer:

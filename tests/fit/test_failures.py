@@ -20,7 +20,7 @@ from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
 
 
 class NotInBf16(Tiny):
@@ -176,7 +176,7 @@ def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkey
     def full(*_: object, **__: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lowprec_callback.session.new_run_folder", full)
+    monkeypatch.setattr("lowprec_callback.sweep.session.new_run_folder", full)
     monkeypatch.setattr("tempfile.mkdtemp", full)
     module, callback = Tiny(), short(tmp_path)
     trainer(tmp_path, callback, steps=30).fit(module, loader(30))
@@ -201,11 +201,11 @@ def test_an_error_of_ours_leaves_the_weights_of_a_fit_without_us(
     trainer(tmp_path, steps=60 - steps).fit(alone, DataLoader(rest, batch_size=BATCH))
     torch.manual_seed(0)
     module = Tiny()
-    monkeypatch.setattr("lowprec_callback.sweep.order_of_rounds", lambda *_: [["bf16", "fp32"]] * 9)
+    monkeypatch.setattr("lowprec_callback.sweep.script.order_of_rounds", lambda *_: [["bf16", "fp32"]] * 9)
 
     def fail_at(_module: Tiny, step: int) -> None:
         if step == steps:
-            monkeypatch.setattr("lowprec_callback.sweep.Sweep.step_end", broken)
+            monkeypatch.setattr("lowprec_callback.sweep.script.Sweep.step_end", broken)
 
     module._on_step = fail_at
     callback = short(tmp_path, progress=False)

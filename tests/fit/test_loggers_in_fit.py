@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lowprec_callback.loggers import metrics
+from lowprec_callback.trainer.loggers import metrics
 from tests.fit.models import Tiny, loader, profiler, trainer
 
 STEPS = 30

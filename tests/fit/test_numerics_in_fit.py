@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.guard import NO_BATCHES
-from lowprec_callback.plan import GUARD_SETTLE, Settings
 from lowprec_callback.recording import Loss, Plan, Problem, Recording, StepTime, Trial
 from lowprec_callback.report import NumericsReport, Report
+from lowprec_callback.sweep.guard import NO_BATCHES
+from lowprec_callback.sweep.plan import GUARD_SETTLE, Settings
 from tests.fit.models import Tiny, loader, profiler, trainer
 from tests.fit.test_sweep_in_fit import Later, State, hooks_of, same
 
@@ -441,7 +441,7 @@ def seeded() -> Tiny:
 
 def test_the_data_of_a_plain_loop_are_its_own(tmp_path: Path) -> None:
     """A loop that calls none of the guard's methods still has its losses looked at."""
-    from lowprec_callback.session import Options, Session, Training
+    from lowprec_callback.sweep.session import Options, Session, Training
 
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

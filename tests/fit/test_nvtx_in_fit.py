@@ -10,7 +10,7 @@ from typing import Any
 import nvtx
 import pytest
 
-from lowprec_callback.plan import NVTX_SETTLE, Settings
+from lowprec_callback.sweep.plan import NVTX_SETTLE, Settings
 from tests.fit.models import Tiny, loader, profiler, trainer
 
 

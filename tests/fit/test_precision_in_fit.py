@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine
 from lowprec_callback.measure.library_log import LibraryListener
-from lowprec_callback.patches import Patches
 from lowprec_callback.recording import Dispatch, End, Plan, StepTime
-from lowprec_callback.te_plugin import has_region, take_region_over
+from lowprec_callback.trainer.patches import Patches
+from lowprec_callback.trainer.te_plugin import has_region, take_region_over
 from tests.engines import fake_te
 from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import recording_of
@@ -25,7 +25,7 @@ from tests.fit.test_sweep_in_fit import recording_of
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,8 @@ def test_the_plugins_region_is_taken_over_for_the_sweep_and_given_back(
     fake = fake_te.install(monkeypatch)
     monkeypatch.setattr(LibraryListener, "listen", lambda *_: nullcontext())
     monkeypatch.setattr(
-        "lowprec_callback.session.choose_engine", lambda model, device: TransformerEngineEngine(model, device, "a fake")
+        "lowprec_callback.sweep.session.choose_engine",
+        lambda model, device: TransformerEngineEngine(model, device, "a fake"),
     )
     monkeypatch.setattr(TransformerEngineEngine, "refusal", lambda *_: None)
     monkeypatch.setattr(TransformerEngineEngine, "probe", lambda *_: None)

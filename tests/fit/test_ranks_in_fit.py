@@ -16,8 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lowprec_callback import load_report, trainer_facts
-from lowprec_callback.ranks import Alone
+from lowprec_callback import load_report
 from lowprec_callback.recording import (
     End,
     ForwardTime,
@@ -31,7 +30,9 @@ from lowprec_callback.recording import (
     StepTime,
     read,
 )
-from lowprec_callback.sweep import Sweep
+from lowprec_callback.sweep.ranks import Alone
+from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.trainer import facts as trainer_facts
 from tests.fit.models import Tiny, loader, profiler, trainer
 from tests.fit.ranks_script import STEPS
 

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
-from lowprec_callback.plan import Settings
 from lowprec_callback.recording import FILE_NAME, End, read
 from lowprec_callback.resume import KEY
+from lowprec_callback.sweep.plan import Settings
 from tests.fit.models import BATCH, Rows, Tiny, Validated, loader, short, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ended before the epoch ended")  # which is so, and Lightning's own

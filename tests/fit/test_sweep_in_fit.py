@@ -18,7 +18,6 @@ from lightning.pytorch import Callback
 from lowprec_callback import load_report
 from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.measure import memory
-from lowprec_callback.plan import Settings
 from lowprec_callback.recording import (
     Dispatch,
     End,
@@ -36,7 +35,8 @@ from lowprec_callback.recording import (
     Trace,
     read,
 )
-from lowprec_callback.session import FallbackError, ProfilerError
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.session import FallbackError, ProfilerError
 from tests.fit.models import Tiny, Validated, in_a_process_of_its_own, loader, profiler, trainer
 
 
@@ -533,7 +533,7 @@ def test_the_second_fit_is_left_alone(tmp_path: Path) -> None:
 
 def test_nothing_of_the_sweep_stays_in_memory(tmp_path: Path) -> None:
     from lowprec_callback.measure.scopes import ModuleScopes
-    from lowprec_callback.state import Snapshot
+    from lowprec_callback.sweep.snapshot import Snapshot
 
     def alive() -> int:
         gc.collect()

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.pace import Pace
 from lowprec_callback.recording import End, Plan, Problem, StepTime, Trace
-from lowprec_callback.sweep import Sweep
+from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.sweep.time_budget import Pace
 from tests.fit.models import Tiny, loader, profiler, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
 
 
 class Clock:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lowprec_callback import LowPrecisionProfiler
-from lowprec_callback.plan import Settings
 from lowprec_callback.recording import Dispatch, End, Gemm, Plan, Problem, Recording, Refusal, StepTime, Trace
+from lowprec_callback.sweep.plan import Settings
 from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
@@ -24,7 +24,7 @@ PLANNED = Settings(2, 1, 2, 1, guard_steps=0).steps(2)
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_callback.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
 
 
 def profiled(folder: Path, module: Any, data: Any, *callbacks: Any, steps: int = 40, **arguments: Any) -> Recording:

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.fsdp import fully_shard
 
 from lowprec_callback.engines.transformer_engine import load
-from lowprec_callback.plan import Settings
+from lowprec_callback.sweep.plan import Settings
 from tests.fit.models import profiler, trainer
 from tests.fit.ranks_script import After, Before
 from tests.gpu.test_transformer_engine import Block, batches

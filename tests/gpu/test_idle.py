@@ -13,7 +13,7 @@ from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.analyze.traceview import view
 from lowprec_callback.recording import Trace
 from lowprec_callback.report import IDLE_CAUSES, Ledger, Report
-from lowprec_callback.session import Session
+from lowprec_callback.sweep.session import Session
 
 from .test_planted import BATCH, TOKENS, Stack, open_session, train
 

@@ -15,10 +15,10 @@ from examples.mini_gpt.data import sequences
 from examples.mini_gpt.model import GPTConfig, MiniGPT
 from lowprec_callback import LowPrecisionProfiler
 from lowprec_callback.engines.transformer_engine import load
-from lowprec_callback.guard import Kept
-from lowprec_callback.plan import GUARD_SETTLE
 from lowprec_callback.recording import Scales, Trial
 from lowprec_callback.report import NumericsReport
+from lowprec_callback.sweep.guard import Kept
+from lowprec_callback.sweep.plan import GUARD_SETTLE
 from tests.fit.models import profiler, trainer
 
 CONFIG = GPTConfig(hidden=256, heads=4, layers=2, ffn=1024, sequence=128, batch=8, learning_rate=3e-4, steps=100)

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader
 from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.analyze.verdict import RECOMPUTED
 from lowprec_callback.engines.transformer_engine import build_recipe, load
-from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import load_cards
 from lowprec_callback.recording import AttentionBackend, GemmTime, Trace, UncachedWeights
 from lowprec_callback.report import Report, Verdict, VerdictRow
-from lowprec_callback.session import FallbackError, Options, ProfilerError, Session, Training
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.session import FallbackError, Options, ProfilerError, Session, Training
 from tests.fit.models import profiler, trainer
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lowprec_callback import load_report
-from lowprec_callback.plan import Settings
 from lowprec_callback.recording import End, GemmTime, RankSummary, Refusal, read
+from lowprec_callback.sweep.plan import Settings
 from tests.fit.test_ranks_in_fit import ROOT, environment, run_folder
 
 RECIPES = ["bf16", "fp8_delayed", "fp8_current"]

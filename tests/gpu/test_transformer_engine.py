@@ -19,10 +19,10 @@ from lowprec_callback.measure.gemms import benchmark
 from lowprec_callback.measure.scopes import ModuleScopes
 from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.trace import Tracer, module_range
-from lowprec_callback.plan import Settings
 from lowprec_callback.recipes import RecipeCard, load_cards
 from lowprec_callback.recording import Dispatch, End, Gemm, GemmTime, HostTime, Memory, Scales, Trace
-from lowprec_callback.session import Options, Session, Training
+from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.session import Options, Session, Training
 from tests.fit.models import profiler, trainer
 
 HOPPER_RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")

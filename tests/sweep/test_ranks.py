@@ -19,11 +19,12 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
-from lowprec_callback import recording, session
+from lowprec_callback import recording
 from lowprec_callback.engines.base import NotRun
-from lowprec_callback.rank_session import Agreed, Found, agree
-from lowprec_callback.ranks import Alone, RankError, Ranks, StrategyRanks, first_reason, why_not
 from lowprec_callback.recording import Loss, Recorder, RecordingError, decode, encode
+from lowprec_callback.sweep import session
+from lowprec_callback.sweep.rank_session import Agreed, Found, agree
+from lowprec_callback.sweep.ranks import Alone, RankError, Ranks, StrategyRanks, first_reason, why_not
 from tests.show.samples import cpu
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_callback.guard import Gradient, Kept, NotKept, NumericsGuard, gradient_of
-from lowprec_callback.state import Rng
+from lowprec_callback.sweep.guard import Gradient, Kept, NotKept, NumericsGuard, gradient_of
+from lowprec_callback.sweep.snapshot import Rng
 
 Pair = namedtuple("Pair", ["left", "right"])
 

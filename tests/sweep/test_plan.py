@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.plan import (
+from lowprec_callback.sweep.plan import (
     GUARD_SETTLE,
     LEAST_TIMED,
     SETTLING,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec_callback.pace import A_LIMIT, Pace, in_words, is_limit
+from lowprec_callback.sweep.time_budget import A_LIMIT, Pace, in_words, is_limit
 
 LEAD_STEPS = 3
 """One step to warm up (compilation, allocator), one whose time says how long the sweep will take, one to capture the

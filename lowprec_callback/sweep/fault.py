@@ -50,7 +50,7 @@ def passed_through_us(error: BaseException) -> bool:
     Those are our hooks on the model's modules and what stands around the library's entries. The first frame is the
     one that caught the exception: ours in any case.
     """
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
     while frame is not None:
         if here in Path(frame.tb_frame.f_code.co_filename).parents:

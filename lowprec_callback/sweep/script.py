@@ -17,10 +17,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from lowprec_callback.blame import RecipeFailed, raised_by_library
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.failures import in_words
-from lowprec_callback.guard import NumericsGuard, TrialStep
 from lowprec_callback.measure import batches, memory
 from lowprec_callback.measure.batches import StepSizes
 from lowprec_callback.measure.device import ClockReader
@@ -36,19 +34,6 @@ from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.signatures import with_kernels
 from lowprec_callback.measure.steps import ForwardClock, HostProbe, StepClock, synchronize
 from lowprec_callback.measure.trace import Tracer
-from lowprec_callback.pace import Pace
-from lowprec_callback.pace import in_words as time_in_words
-from lowprec_callback.plan import (
-    GUARD_SETTLE,
-    NVTX_SETTLE,
-    PROBE_NEEDS,
-    Fitted,
-    Settings,
-    fit_rest,
-    order_of_rounds,
-    refit,
-)
-from lowprec_callback.ranks import Alone, Ranks, first_reason
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import (
     End,
@@ -63,10 +48,25 @@ from lowprec_callback.recording import (
     Sampled,
     StepTime,
 )
-from lowprec_callback.rounds import Rounds, widest
-from lowprec_callback.state import Snapshot
-from lowprec_callback.step_marks import StepMarks
-from lowprec_callback.watched import Steps, gemm_ranges, ranged_scopes, stop_quietly, watched_step
+from lowprec_callback.sweep.fault import RecipeFailed, raised_by_library
+from lowprec_callback.sweep.guard import NumericsGuard, TrialStep
+from lowprec_callback.sweep.instrumented_step import Steps, gemm_ranges, ranged_scopes, stop_quietly, watched_step
+from lowprec_callback.sweep.plan import (
+    GUARD_SETTLE,
+    NVTX_SETTLE,
+    PROBE_NEEDS,
+    Fitted,
+    Settings,
+    fit_rest,
+    order_of_rounds,
+    refit,
+)
+from lowprec_callback.sweep.ranks import Alone, Ranks, first_reason
+from lowprec_callback.sweep.rounds import Rounds, widest
+from lowprec_callback.sweep.snapshot import Snapshot
+from lowprec_callback.sweep.step_marks import StepMarks
+from lowprec_callback.sweep.time_budget import Pace
+from lowprec_callback.sweep.time_budget import in_words as time_in_words
 
 CHANGING = 4
 """More steps that are captured, where batches change in size from step to step."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from lowprec_callback.boundaries import StepWindow
 from lowprec_callback.engines.base import class_name
-from lowprec_callback.ranks import ranks_of
-from lowprec_callback.session import Training
+from lowprec_callback.sweep.ranks import ranks_of
+from lowprec_callback.sweep.session import Training
+from lowprec_callback.trainer.step_window import StepWindow
 
 
 def training_of(trainer: Any, module: Any, window: StepWindow) -> Training:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
-from lowprec_callback.pace import A_LIMIT, is_limit
 from lowprec_callback.recipes import RecipeError, load_cards, resolve
+from lowprec_callback.sweep.time_budget import A_LIMIT, is_limit
 
 ANY_ENGINE = "transformer_engine"
 """Names of recipes are checked before the engine is known; `resolve` lets a named recipe through for any."""

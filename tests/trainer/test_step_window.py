@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.boundaries import PATIENCE, StepWindow
+from lowprec_callback.trainer.step_window import PATIENCE, StepWindow
 
 
 def steps_of(window: StepWindow, batches: list[list[int]]) -> list[int]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from lowprec_callback.loggers import FIGURES, WITH_INTERVAL, log_report, metrics
 from lowprec_callback.report import Figure, Report
+from lowprec_callback.trainer.loggers import FIGURES, WITH_INTERVAL, log_report, metrics
 from tests.show import samples
 from tests.show.sample_strategies import reports
 
@@ -54,7 +54,7 @@ class Fake:
 
 def test_names_are_pinned_and_the_page_about_them_lists_them_all() -> None:
     assert every_name() == NAMES
-    page = (Path(__file__).parents[1] / "docs" / "loggers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == NAMES
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.rounds import MOST_SECONDS, Rounds, half_width, widest
+from lowprec_callback.sweep.rounds import MOST_SECONDS, Rounds, half_width, widest
 
 QUIET, NOISY = [100.0, 100.4, 99.8], [60.0, 100.0, 80.0]
 

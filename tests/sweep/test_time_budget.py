@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.pace import Pace, in_words
-from lowprec_callback.plan import LEAD_STEPS, Settings, fit_time
+from lowprec_callback.sweep.plan import LEAD_STEPS, Settings, fit_time
+from lowprec_callback.sweep.time_budget import Pace, in_words
 
 
 def test_time_runs_from_the_start() -> None:

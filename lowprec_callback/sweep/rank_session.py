@@ -8,9 +8,9 @@ from typing import Any
 
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.failures import in_words
-from lowprec_callback.ranks import RankError, Ranks, first_reason, name_of
 from lowprec_callback.recipes import RecipeCard
 from lowprec_callback.recording import RankSummary, Recorder, decode, encode
+from lowprec_callback.sweep.ranks import RankError, Ranks, first_reason, name_of
 
 
 @dataclass(frozen=True)

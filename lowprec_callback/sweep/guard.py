@@ -28,7 +28,7 @@ from torch import nn
 
 from lowprec_callback.failures import in_words
 from lowprec_callback.recording import Trial
-from lowprec_callback.state import Rng
+from lowprec_callback.sweep.snapshot import Rng
 
 NO_BATCHES = "the loop does not hand over its batches, so that each recipe saw other data"
 OUTSIDE = "a parameter outside of the model"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowprec_callback import progress
-from lowprec_callback.progress import BarProgress, LineProgress, make_progress
+from lowprec_callback.sweep import progress
+from lowprec_callback.sweep.progress import BarProgress, LineProgress, make_progress
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_callback.state import Rng, Snapshot
+from lowprec_callback.sweep.snapshot import Rng, Snapshot
 
 
 class Net(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_callback.blame import raised_by_library
 from lowprec_callback.failures import in_words
+from lowprec_callback.sweep.fault import raised_by_library
 
 
 def product() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lowprec_callback
-from lowprec_callback import plan, recording, report
+from lowprec_callback import recording, report
 from lowprec_callback.analyze.verdict_summary import fallbacks
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
@@ -27,18 +27,19 @@ from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.failures import in_words
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
-from lowprec_callback.pace import Pace
-from lowprec_callback.plan import PlanError, Settings
-from lowprec_callback.progress import beside_bars, make_progress
-from lowprec_callback.progress import say as say_aloud
-from lowprec_callback.rank_session import Found, agree, gather_summaries
-from lowprec_callback.ranks import Alone, RankError, Ranks
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
 from lowprec_callback.run_folder import new_run_folder
-from lowprec_callback.state import Rng, Snapshot, rank_bytes, whole_size
-from lowprec_callback.sweep import Sweep
+from lowprec_callback.sweep import plan
+from lowprec_callback.sweep.plan import PlanError, Settings
+from lowprec_callback.sweep.progress import beside_bars, make_progress
+from lowprec_callback.sweep.progress import say as say_aloud
+from lowprec_callback.sweep.rank_session import Found, agree, gather_summaries
+from lowprec_callback.sweep.ranks import Alone, RankError, Ranks
+from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.sweep.snapshot import Rng, Snapshot, rank_bytes, whole_size
+from lowprec_callback.sweep.time_budget import Pace
 
 Status = Literal["finished", "shortened", "interrupted", "failed"]
 
