@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from lowprec_callback.analyze.compare import compare
     from lowprec_callback.callback import LowPrecisionProfiler
     from lowprec_callback.report import Report, load_report
+    from lowprec_callback.sweep.loop import profile
     from lowprec_callback.sweep.session import FallbackError
 
 _HOMES = {
@@ -26,9 +27,10 @@ _HOMES = {
     "Report": "lowprec_callback.report",
     "compare": "lowprec_callback.analyze.compare",
     "load_report": "lowprec_callback.report",
+    "profile": "lowprec_callback.sweep.loop",
 }
 
-__all__ = ["FallbackError", "LowPrecisionProfiler", "Report", "__version__", "compare", "load_report"]
+__all__ = ["FallbackError", "LowPrecisionProfiler", "Report", "__version__", "compare", "load_report", "profile"]
 
 
 def __getattr__(name: str) -> Any:

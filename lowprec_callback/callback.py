@@ -1,42 +1,38 @@
-"""The Lightning callback: hooks that call the sweep, and nothing else."""
+"""The Lightning callback: its arguments, and the hook in which the sweep runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lowprec_callback import resume
 from lowprec_callback.failures import in_words
-from lowprec_callback.recipes import RecipeError
-from lowprec_callback.sweep import arguments
-from lowprec_callback.sweep.fault import passed_through_us
-from lowprec_callback.sweep.plan import Settings
+from lowprec_callback.sweep.options import options_of
 from lowprec_callback.sweep.progress import say
-from lowprec_callback.sweep.ranks import ranks_of, why_not
+from lowprec_callback.sweep.python_state import PythonState
+from lowprec_callback.sweep.ranks import RankError, Ranks, ranks_of, why_not
+from lowprec_callback.sweep.script import StepFailed
 from lowprec_callback.sweep.session import (
     Continuation,
     FallbackError,
-    Options,
+    NotPutBackError,
     ProfilerError,
     Session,
-    Status,
     early_ranges,
-    report_in,
+    uninterrupted,
 )
-from lowprec_callback.sweep.snapshot import forget_gradients
-from lowprec_callback.trainer import facts as trainer_facts
+from lowprec_callback.sweep.snapshot import Rng
+from lowprec_callback.trainer import facts
+from lowprec_callback.trainer.aside import set_aside
+from lowprec_callback.trainer.batches import FirstBatch, NoBatches, Source, reason_for_copies, source_of
+from lowprec_callback.trainer.drive import Adapter, Driver
 from lowprec_callback.trainer.loggers import log_report
 from lowprec_callback.trainer.patches import Patches
-from lowprec_callback.trainer.step_window import StepWindow
 from lowprec_callback.trainer.te_plugin import take_region_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -47,9 +43,10 @@ else:
 
 
 class LowPrecisionProfiler(Callback):
-    """Measure, over the first steps of `fit`, what each low-precision recipe gains for this model on this machine.
+    """Measure, before the first step of `fit`, what each low-precision recipe gains for this model on this machine.
 
-    All arguments are plain values.
+    A guest: the sweep runs steps of its own in the first `on_train_batch_start` and puts everything back, so that the
+    training is, bit for bit, the one without it. All arguments are plain values.
 
     Args:
         recipes: names ("fp8_delayed"), paths of TOML cards, or folders of them; None for every recipe that can
@@ -62,42 +59,43 @@ class LowPrecisionProfiler(Callback):
         traced_steps: traced optimizer steps for each recipe, apart from the timed ones; 0 for no ledger.
         gemm_benchmark: time the model's own GEMM shapes under each recipe as well.
         continue_with: the recipe to train on with after the sweep; None for the user's own precision.
-        stop_after: stop `fit` when the sweep is over.
-        restore: put parameters, optimizer, schedulers and random generators back to where they were before the
-            sweep. The batches that it used stay used, and its steps count towards `max_steps`.
-        output_dir: where run folders are made.
+        stop_after: stop `fit` when the sweep is over, after one batch of training.
+        output_dir: where run folders are made; None for `lowprec` in the logger's folder (`trainer.log_dir`), else in
+            `default_root_dir`.
         seed: of the order of recipes.
         nvtx: emit NVTX ranges in the domain "lowprec", and switch on Transformer Engine's own; None for only when
             Nsight Systems is attached.
         nvtx_steps: with NVTX, optimizer steps for each recipe that also have ranges for modules and GEMMs, all of them
             inside one capture window (`nsys profile --capture-range=cudaProfilerApi`); 0 for none.
         guard_steps: optimizer steps that every recipe takes from the same state on the same data, so that their losses
-            and gradients can be compared with the baseline's (which takes them twice); 0 for none. Needs `restore`.
+            and gradients can be compared with the baseline's (which takes them twice); 0 for none.
         log: give the main figures to the Trainer's loggers when the sweep is over, under the names in
-            `lowprec_callback.trainer.loggers`.
+            `lowprec_callback.trainer.loggers`; without being asked, no row of ours is among the training's.
         progress: show a progress bar (plain lines where another bar owns the terminal).
         keep_rank_recordings: where several processes train, keep the Recordings of ranks other than zero as well, as
             `rank-N.jsonl` in the run folder, each on its own machine. After an exception they are kept in any case.
         fail_on_fallback: raise `FallbackError` after the sweep if a GEMM ran in another precision than its recipe asks
             for (the verdict `fallback`), in any recipe, the baseline included. The report is written and everything
             restored by then. Needs traced steps: without them nothing is known, and nothing is raised.
-        max_rounds: rounds at most, where `rounds` leave a step less precise than `step_precision`; of the steps that
-            the fit has beyond the plan they take at most a quarter, and no more than a minute. `rounds` or less: none
-            beyond the plan. None: four times `rounds`, and none beyond the plan where that is 1.
+        max_rounds: rounds at most, where `rounds` leave a step less precise than `step_precision`; those beyond the
+            plan take no more than a minute. `rounds` or less: none beyond the plan. None: four times `rounds`, and none
+            beyond the plan where that is 1.
         step_precision: relative half-width of the 95% interval of a step's time at which no more rounds are taken.
         block_seconds: about as long as one block may be. Of a recipe whose steps are long, a block has fewer than
             `settle_steps` and `timed_steps`, but at least one and three; the report says so. None: all of them, however
             long they take.
         recipe_arguments: Transformer Engine's arguments by recipe, e.g. {"fp8_delayed": {"amax_history_len": 16}}.
         max_seconds: time that the sweep may take. It is shortened to fit as soon as the first steps have shown how
-            long a step takes, and the report says by how much. None for as long as it needs; a Trainer's `max_time`
-            bounds it in any case.
+            long a step takes, and the report says by how much. None for as long as it needs; of a Trainer's `max_time`
+            it takes at most a quarter of what is left.
 
     The report calls the model by its attribute `profile_name`, if it has one, else by its class.
 
     Raises:
-        ProfilerError: an argument is out of range, or a recipe is unknown.
+        ProfilerError: an argument is out of range, or a recipe is unknown; from `fit` only if `continue_with` names a
+            recipe that cannot run here.
         FallbackError: from `fit`, see `fail_on_fallback`.
+        NotPutBackError: from `fit`, if the state from before the sweep could not be put back.
 
     Attributes:
         report: the Report once the sweep is over, else None. Of several ranks, zero has it.
@@ -116,13 +114,12 @@ class LowPrecisionProfiler(Callback):
         gemm_benchmark: bool = True,
         continue_with: str | None = None,
         stop_after: bool = False,
-        restore: bool = True,
-        output_dir: str = "runs",
+        output_dir: str | None = None,
         seed: int = 0,
         nvtx: bool | None = None,
         nvtx_steps: int = 2,
         guard_steps: int = 4,
-        log: bool = True,
+        log: bool = False,
         progress: bool = True,
         keep_rank_recordings: bool = False,
         fail_on_fallback: bool = False,
@@ -133,75 +130,47 @@ class LowPrecisionProfiler(Callback):
         max_seconds: float | None = None,
     ) -> None:
         super().__init__()
-        try:
-            most = max_rounds if max_rounds is not None else 4 * rounds if isinstance(rounds, int) and rounds > 1 else 0
-            settings = Settings(
-                rounds,
-                settle_steps,
-                timed_steps,
-                traced_steps,
-                seed,
-                nvtx_steps,
-                max_rounds=most,
-                step_precision=step_precision,
-                guard_steps=guard_steps,
-                block_seconds=block_seconds,
-            )
-            arguments.check(
-                {
-                    "recipes": recipes,
-                    "baseline": baseline,
-                    "continue_with": continue_with,
-                    "gemm_benchmark": gemm_benchmark,
-                    "stop_after": stop_after,
-                    "restore": restore,
-                    "log": log,
-                    "progress": progress,
-                    "keep_rank_recordings": keep_rank_recordings,
-                    "fail_on_fallback": fail_on_fallback,
-                    "nvtx": nvtx,
-                    "output_dir": output_dir,
-                    "max_seconds": max_seconds,
-                    "recipe_arguments": recipe_arguments,
-                }
-            )
-            if fail_on_fallback and not traced_steps:
-                raise ValueError("fail_on_fallback needs traced_steps: without them nothing tells what ran")
-        except (RecipeError, ValueError) as error:
-            raise ProfilerError(f"LowPrecisionProfiler: {error}") from error
-        self._options = Options(
+        self._options = options_of(
+            "LowPrecisionProfiler",
             recipes=recipes,
             baseline=baseline,
-            settings=settings,
+            rounds=rounds,
+            settle_steps=settle_steps,
+            timed_steps=timed_steps,
+            traced_steps=traced_steps,
             gemm_benchmark=gemm_benchmark,
-            restore=restore,
-            output_dir=str(output_dir),
+            output_dir=output_dir,
+            seed=seed,
             nvtx=nvtx,
+            nvtx_steps=nvtx_steps,
+            guard_steps=guard_steps,
             progress=progress,
             keep_rank_recordings=keep_rank_recordings,
-            recipe_arguments=dict(recipe_arguments or {}),
+            recipe_arguments=recipe_arguments,
+            max_rounds=max_rounds,
+            step_precision=step_precision,
+            block_seconds=block_seconds,
             max_seconds=max_seconds,
+            continue_with=continue_with,
+            stop_after=stop_after,
+            log=log,
+            fail_on_fallback=fail_on_fallback,
         )
         self._continue_with = continue_with
         self._stop_after = stop_after
         self._log = log
         self._fail_on_fallback = fail_on_fallback
         self._patches = Patches()
-        self._window = StepWindow()
-        self._micro_batches = 1
-        self._step_hooks: list[Any] = []
         self._started = False
+        self._first: FirstBatch | None = None
         self._continuation: Continuation | None = None
         self._te_ranges: TeRanges | None = None
-        self._finished_before: Path | None = None
         self.session: Session | None = None
         self.why_not: str | None = None
 
     @property
     def report(self) -> Report | None:
-        """The finished report; after resuming from a checkpoint behind the sweep, the one in its run folder."""
-        if self._finished_before is not None:
-            return report_in(self._finished_before)
+        """The finished report."""
         return self.session.report if self.session else None
 
     # -- fit -------------------------------------------------------------------------------------------------------
@@ -217,203 +186,121 @@ class LowPrecisionProfiler(Callback):
             self._te_ranges = early_ranges(self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Everything is on its device and the optimizers exist: open the session."""
+        """Everything is on its device and the optimizers exist: see whether `continue_with` can be had."""
         if self._continue_with is not None and not self._stop_after:
-            ranks = ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size)
+            ranks = _ranks(trainer)
             self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with, ranks)
-        if not self._started:
-            self._started = True
-            if refusal := trainer_facts.refusal(trainer, pl_module):
-                self._say_why_not(trainer, refusal)
-            else:
-                self._open(trainer, pl_module)
-        if not self._sweeping:
+        if self._started:
             self._continue(trainer, pl_module)
-
-    def _open(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self._ours(trainer):
-            self._window, self._micro_batches = StepWindow(len(trainer.optimizers)), trainer.accumulate_grad_batches
-            training = trainer_facts.training_of(trainer, pl_module, self._window)
-            self.session = Session.open(self._options, training, self._te_ranges)
-            self._patch(trainer, pl_module)
-            self.session.start()
+            return
+        try:
+            if reason_for_copies(trainer.fit_loop._combined_loader) is not None:
+                self._first = FirstBatch.watch(trainer.fit_loop._data_fetcher)
+        except Exception as error:  # Lightning's private attributes, and the user's own loaders
+            self._started = True
+            self._say_why_not(trainer, f"the profile cannot read the training data ({in_words(error)})")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the optimizer's step, to see whether this batch completes one."""
-        if self._sweeping:
-            self._window.batch_begins(trainer.global_step)
-            with self._ours(trainer):
-                self._sweep.sizes.batch(batch)
-        if (trial := self._trial) is not None:
-            trial.batch_begins()
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Backward begins."""
-        if self._sweeping:
-            with self._ours(trainer):
-                self._sweep.phase("backward")
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is over."""
-        if self._sweeping:
-            with self._ours(trainer):
-                self._sweep.phase("")
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The optimizer begins; its phase lasts to the end of the step. Gradients are not clipped yet."""
-        if self._sweeping:
-            with self._ours(trainer):
-                if (trial := self._trial) is not None:
-                    trial.gradients(optimizer)
-                self._sweep.phase("optimizer")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """With gradient accumulation a step is several batches: it is over when the optimizer has stepped."""
-        if not self._sweeping:
+        """The first batch of the fit is at hand, and all start hooks have run: the sweep, then training."""
+        if self._started:
             return
-        done = False
-        with self._ours(trainer):
-            if not outputs and pl_module.automatic_optimization:
-                self._sweep.contaminate("training_step returned nothing, so that a part of this step is missing")
-            if self._window.batch_ends(trainer.global_step):
-                batches = self._window.batches
-                if pl_module.automatic_optimization and batches != self._micro_batches:
-                    self._sweep.contaminate(f"micro-batches in this step: {batches}, not {self._micro_batches}")
-                done = self._sweep.step_end(_loss_of(outputs))
-                self._window.again()
-            else:
-                self._sweep.phase("data")
-        if done:
-            self._complete(trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluation inside a step: its time is no training time."""
-        if self._sweeping:
-            with self._ours(trainer):
-                self._sweep.contaminate("evaluation ran inside this step")
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note in the checkpoint whether the sweep is over. What it holds else, see `_save_checkpoint`."""
-        with self._ours(trainer):
-            if self._finished_before is not None:
-                resume.note(checkpoint, True, self._finished_before)
-            elif self.session is not None:
-                if self._sweeping:
-                    self._sweep.contaminate("a checkpoint was written inside this step")
-                resume.note(checkpoint, self.session.sweep.done, self.session.folder)
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A fit that is resumed behind the sweep does not repeat it."""
-        folder = resume.finished_run(checkpoint)
-        if self._started or folder is None or trainer.state.fn != "fit":
-            return
-        self._started, self._finished_before = True, folder
-        self._say_why_not(trainer, f"the sweep was over before this checkpoint: it is not repeated, see {folder}")
+        self._started = True
+        first, self._first = self._first, None
+        if first is not None:
+            first.leave()
+        self._profile(trainer, pl_module, first)
+        if self._stop_after:
+            trainer.should_stop = True
+        else:
+            self._continue(trainer, pl_module)
+        if self._fail_on_fallback and self.session is not None:
+            self.session.raise_on_fallback()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training is over; so is the sweep, complete or not."""
-        if self._sweeping and self.session is not None:
-            with self._ours(trainer):
-                self.session.close("shortened", "training ended before the sweep did")
-                self._tell_loggers(trainer)
-            self._unpatch()
-            self._check()
-        self._unpatch()
+        """Training is over, in whatever recipe."""
+        self._patches.undo()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A fit without a single step never came to `on_train_start`."""
+        """A fit without a single batch never came to `on_train_batch_start`."""
         if not self._started:
             self._say_why_not(trainer, "the fit had no training steps, so nothing was profiled")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The user's exception: take everything of ours away, keep what was measured, and let it pass."""
-        self._unpatch()
+        """An exception that ends the fit: take everything of ours away, and let it pass."""
         if isinstance(exception, ProfilerError) and not isinstance(exception, FallbackError):
             self.why_not = str(exception)
-        with self._ours(trainer):
-            self._close_te_ranges()
-            if self.session is not None:
-                stopped = isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
-                status: Status = "interrupted" if stopped else "failed"
-                name = type(exception).__name__
-                self.session.close(status, f"{name}: {exception}" if str(exception) else name)
+        self._leave()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Whatever happened, nothing of ours stays."""
-        self._unpatch()
-        self._close_te_ranges()
+        self._leave()
 
-    def _close_te_ranges(self) -> None:
+    def _leave(self) -> None:
+        self._patches.undo()
+        if self._first is not None:
+            self._first.leave()
+            self._first = None
         if self._te_ranges is not None:
             self._te_ranges.close()
 
     # -- the sweep -------------------------------------------------------------------------------------------------
 
-    @property
-    def _sweeping(self) -> bool:
-        return self.session is not None and not self.session.sweep.done
+    def _profile(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None) -> None:
+        """The sweep, with everything set aside before it and put back after it.
 
-    @property
-    def _sweep(self) -> Any:
-        assert self.session is not None
-        return self.session.sweep
-
-    @property
-    def _trial(self) -> Any:
-        return self._sweep.trial if self._sweeping else None
-
-    @contextmanager
-    def _ours(self, trainer: Trainer) -> Iterator[None]:
-        """Around everything of our own: if it fails, the sweep ends, and the training goes on as without us.
-
-        Not with several ranks: the others would wait in the sweep for one that goes on alone.
+        Nothing of ours ends a training that would run without us: what fails is said in one sentence. With several
+        ranks, what one cannot prepare, all leave out; an exception in the middle of a step ends the process, as in
+        training, because the others wait for this one there.
         """
+        rng = Rng.take()
+        source: Source | None = None
+        reason: str | None = None
         try:
-            yield
-        except ProfilerError:
+            folder = facts.folder_of(trainer)
+            prepared, _ = _ranks(trainer).together(lambda: _prepare(trainer, module, first, folder))
+            source, training, driver, adapter, data = prepared
+            try:
+                with set_aside(trainer, adapter):
+                    self.session = Session.open(self._options, training, driver.step, self._te_ranges)
+                    with driver.attached(self.session.sweep):
+                        self.session.run()
+            finally:
+                with uninterrupted():
+                    data.restore()
+        except NotPutBackError:
             raise
+        except StepFailed as failure:
+            reason = (
+                f"a step of the profile failed ({failure}), and the profile ends there. If it was your code, training "
+                f"comes to it by itself"
+            )
+        except (ProfilerError, RankError, _Refused) as error:
+            reason = str(error)
         except Exception as error:
             if trainer.world_size > 1:
                 raise
             reason = f"the profiler itself failed ({in_words(error)})"
-            self._unpatch()
-            if self.session is not None:
+        finally:
+            if source is not None:
                 with suppress(Exception):
-                    self.session.close("failed", reason)
-            self._say_why_not(trainer, f"{reason}; the training goes on without it")
+                    source.close()
+            rng.restore()
+            if self.session is not None and not self.session.sweep.not_put_back:
+                with Rng.kept():
+                    self.session.show()
+        if reason is not None:
+            self._say_why_not(trainer, f"{reason}; training goes on as without the profile")
+        if self._log and self.session is not None:
+            with Rng.kept():
+                log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
 
     def _say_why_not(self, trainer: Trainer, sentence: str) -> None:
         self.why_not = sentence
         if trainer.is_global_zero:
             say(f"lowprec: {sentence}")
 
-    def _complete(self, trainer: Trainer) -> None:
-        assert self.session is not None
-        with self._ours(trainer):
-            cut = self._sweep.cut
-            self.session.close("shortened" if cut else "finished", cut)
-            self._tell_loggers(trainer)
-        self._unpatch()
-        if self._stop_after:
-            trainer.should_stop = True
-        else:
-            self._continue(trainer, trainer.lightning_module)
-        self._check()
-
-    def _tell_loggers(self, trainer: Trainer) -> None:
-        """Outside every timed step, in one call of each logger: what the user logs keeps its steps."""
-        if self._log and self.session is not None:
-            log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
-
-    def _check(self) -> None:
-        """What `fail_on_fallback` asks for; `on_exception` takes away what is left of ours."""
-        if self._fail_on_fallback and self.session is not None:
-            self.session.raise_on_fallback()
-
     def _continue(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train on in `continue_with`: after the sweep, in a second fit, and after resuming behind the sweep."""
+        """Train on in `continue_with`: after the sweep, and in a second fit."""
         continuation = self._continuation
         if continuation is None:
             return
@@ -427,107 +314,34 @@ class LowPrecisionProfiler(Callback):
         self._patches.put(pl_module, "training_step", training_step)
         take_region_over(trainer.precision_plugin, self._patches)
 
-    def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stand in for what the sweep must be around; `_unpatch` takes it away again.
 
-        `training_step` is wrapped innermost, so that the recipe wins over the precision plugin's region.
-        """
-        step: Callable[..., Any] = pl_module.training_step
-        backward: Callable[..., Any] = pl_module.backward
-        save: Callable[..., Any] = trainer.save_checkpoint
-
-        @wraps(step)  # Lightning reads from the signature whether the step takes a batch index
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            trial = self._trial
-            if trial is not None:
-                with self._ours(trainer):
-                    args, kwargs = trial.inputs(args, kwargs)
-            try:
-                with self._region(trainer):
-                    output = step(*args, **kwargs)
-            except Exception as error:
-                if not self._excused(trainer, error):
-                    raise
-            else:
-                if trial is not None:
-                    with self._ours(trainer):
-                        trial.computed(output)
-                return output
-            with self._region(trainer):  # the baseline's, now; none, if the sweep had to end
-                return step(*args, **kwargs)
-
-        def backward_(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return backward(*args, **kwargs)
-            except Exception as error:
-                if not self._excused(trainer, error):
-                    raise
-                forget_gradients(pl_module)
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self._sweeping:
-                with self._ours(trainer):
-                    self._sweep.step_aside("a checkpoint was written inside this step")
-            try:
-                return save(*args, **kwargs)
-            finally:
-                if self._sweeping:
-                    with self._ours(trainer):
-                        self._sweep.step_back()
-
-        self._patches.put(pl_module, "training_step", training_step)
-        self._patches.put(pl_module, "backward", backward_)
-        self._patches.put(trainer, "save_checkpoint", save_checkpoint)
-        take_region_over(trainer.precision_plugin, self._patches)
-        if not pl_module.automatic_optimization:
-            self._step_hooks = [
-                optimizer.register_step_post_hook(self._after_step(trainer, index))
-                for index, optimizer in enumerate(trainer.optimizers)
-            ]
-
-    def _excused(self, trainer: Trainer, error: Exception) -> bool:
-        """Whether an exception in the user's step is not the user's: the recipe is given up then, or the sweep."""
-        if not self._sweeping:
-            return False
-        if self._sweep.blame(error):
-            return True
-        if trainer.world_size > 1 or not passed_through_us(error):
-            return False
-        with self._ours(trainer):
-            raise error
-        return True
-
-    def _after_step(self, trainer: Trainer, index: int) -> Callable[..., None]:
-        """With manual optimization, steps lie inside `training_step`, and more of it follows them."""
-
-        def hook(*_: Any) -> None:
-            if self._sweeping:
-                self._window.optimizer_steps(index)
-                with self._ours(trainer):
-                    if self._sweep.inside:
-                        self._sweep.phase("forward")
-
-        return hook
-
-    @contextmanager
-    def _region(self, trainer: Trainer) -> Iterator[None]:
-        """The sweep's region, while it runs. One that cannot even be entered is the recipe's fault, or else ours."""
-        with ExitStack() as stack:
-            if self._sweeping:
-                with self._ours(trainer):
-                    try:
-                        stack.enter_context(self._sweep.region())
-                    except Exception as error:
-                        if not self._sweep.blame(error):
-                            raise
-                        stack.enter_context(self._sweep.region())
-            yield
-
-    def _unpatch(self) -> None:
-        self._patches.undo()
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
+class _Refused(Exception):
+    """A fit that cannot be profiled as it stands."""
 
 
-def _loss_of(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+def _ranks(trainer: Trainer) -> Ranks:
+    return ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size)
+
+
+def _prepare(
+    trainer: Any, module: Any, first: FirstBatch | None, folder: str
+) -> tuple[Source, Any, Driver, Adapter, PythonState]:
+    """What the sweep needs of this fit. Changes nothing.
+
+    Raises:
+        _Refused: it cannot be profiled.
+    """
+    if refusal := facts.refusal(trainer, module):
+        raise _Refused(refusal)
+    try:
+        source = source_of(trainer, first, on_cpu=module.device.type == "cpu")
+    except NoBatches as error:
+        raise _Refused(f"nothing was profiled: {error}") from error
+    training = facts.training_of(trainer, module, source.words, folder)
+    steps = facts.steps_of_fit(trainer, 1 if module.automatic_optimization else max(1, len(trainer.optimizers)))
+    adapter = Adapter()
+    driver = Driver(trainer, module, adapter, source, steps)
+    loaders = trainer.fit_loop._combined_loader.flattened
+    names = [f"train_dataloader {index}" if len(loaders) > 1 else "train_dataloader" for index in range(len(loaders))]
+    owners = {**dict(zip(names, loaders, strict=True)), "datamodule": trainer.datamodule}
+    return source, training, driver, adapter, PythonState.take(owners, tensors=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lowprec_callback.analyze.gemm_rates import peaks_of, without_impossible
 from lowprec_callback.analyze.gemm_table import GemmTable, gemm_table
+from lowprec_callback.files import write_text
 from lowprec_callback.recording import Environment, Gemm, GemmRun, GemmTime, Header, Recording, Refusal
 from lowprec_callback.show.gemm_rows import as_csv, rows, sums
 
@@ -67,12 +68,12 @@ def write_json(path: Path, made: Iterable[GemmTable], recording: Recording) -> N
             for found in table.break_even()
         ],
     }
-    path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, made: Iterable[GemmTable]) -> None:
     """All rows."""
-    path.write_text(as_csv(made), encoding="utf-8", newline="")
+    write_text(path, as_csv(made))
 
 
 def write_plot(path: Path, recording: Recording) -> str | None:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from lowprec_callback.facts.base import MODES, ROLES, Fact, Method, Mode, Role
 from lowprec_callback.facts.dispatch import (
@@ -51,6 +53,7 @@ from lowprec_callback.facts.run import (
 )
 from lowprec_callback.facts.steps import Clocks, ForwardTime, HostTime, Loss, RankRecipe, RankSummary, StepTime, Trial
 from lowprec_callback.facts.traces import GemmKernels, HostPhases, HostWaits, Trace
+from lowprec_callback.files import replacing, why
 
 __all__ = [
     "FILE_NAME",
@@ -112,7 +115,7 @@ __all__ = [
     "role_shape",
 ]
 
-VERSION = 3
+VERSION = 4
 """Version of the facts. Raised when a fact is added, dropped or changes its meaning."""
 
 
@@ -223,18 +226,37 @@ class Recording:
 
 
 class Recorder:
-    """Appends facts to a file, each flushed at once. Use as a context manager, or call `close`.
+    """Appends facts to a file, each on disk at once. Use as a context manager, or call `close`.
+
+    The disk never harms the run that is measured: no method raises an OSError. All facts are in memory as well, `close`
+    writes what the disk refused or lost once more, and `lost` says what is where.
 
     With `on_disk` false facts are kept in memory alone, until `write` is called or nobody wants them any more.
+    A process that is forked off (a worker that loads data) has a copy of this object and of the open file, but the file
+    is not its own: there nothing is written, and nothing is closed.
     """
 
     def __init__(self, path: Path, tool_version: str, created: str | None = None, on_disk: bool = True) -> None:
         self.path = path
-        self._file: IO[str] | None = self._open() if on_disk else None
-        self._lines: list[Line] = []
-        self._closed = False
+        """Where the file is, or would be. `close` may move it: see there."""
         self.lost: str | None = None
-        """If the disk refused a fact (full, gone): a sentence. Facts then live on in memory."""
+        """If a fact is not in the file (disk full, folder gone): a sentence that says what is where."""
+        self._wanted = on_disk
+        self._lines: list[Line] = []
+        self._file: int | None = None
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the file that holds our facts: another file may come to stand at `path`."""
+        self._size = 0
+        self._written = 0
+        """How many facts, from the first, are in the file as whole lines: `_size` bytes of it."""
+        self._torn = False
+        """Whether bytes beyond `_size` may be in the file: a write was begun and has not ended."""
+        self._why: str | None = None
+        """Why the disk takes no more facts."""
+        self._closed = False
+        self._process = os.getpid()
+        if on_disk:
+            self._open()
         self.add(
             Header(
                 version=VERSION,
@@ -247,13 +269,7 @@ class Recorder:
         """Append facts. A disk that refuses them never harms the training run: see `lost`."""
         for fact in facts:
             self._lines.append(Line(len(self._lines) + 1, fact))
-        if self._file is None:
-            return
-        try:
-            self._file.write("".join(encode(fact) + "\n" for fact in facts))
-            self._file.flush()
-        except OSError as error:
-            self._lose(error)
+        self._write_rest()
 
     def snapshot(self) -> Recording:
         """All facts so far."""
@@ -261,24 +277,18 @@ class Recorder:
 
     def write(self) -> None:
         """Put facts that were kept in memory on disk. A disk that refuses them harms nobody: see `lost`."""
-        try:
-            self._file = self._open()
-        except OSError as error:
-            self._lose(error)
-            return
-        facts = [line.fact for line in self._lines]
-        self._lines.clear()
-        self.add(*facts)
+        self._wanted = True
+        self._open()
+        self._write_rest()
 
     def forget(self) -> None:
         """Drop facts that were kept in memory."""
         self._lines.clear()
+        self._written = 0
 
-    def _open(self) -> IO[str]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # "x": a Recording is never written over; two runs never share a file.
-        # Text that is no Unicode (a file name in an error message) becomes an escape that JSON reads back.
-        return self.path.open("x", encoding="utf-8", errors="backslashreplace")
+    def kept(self) -> int:
+        """How many facts, from the first, are on disk at `path`; asked of the disk, at this moment."""
+        return self._written if self._trouble() is None else 0
 
     @property
     def closed(self) -> bool:
@@ -286,32 +296,143 @@ class Recorder:
         return self._closed
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, and see to it that all facts are in one. Idempotent.
+
+        If the disk refused facts, or the file is no longer at `path` (removed, or another one put there), all facts are
+        written again from memory: to `path`, or if that fails to a folder for temporary files, and `path` follows.
+        A file of somebody else is never written over. `lost` says how it ended.
+        """
+        if self._closed:
+            return
         self._closed = True
+        if not self._wanted or self._is_a_copy():
+            return
+        self._write_rest()
+        trouble = self._why or self._trouble()
+        self._shut()  # which also frees a file descriptor, if there are no others
+        if trouble is not None:
+            self._rescue(trouble)
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # O_EXCL: a Recording is never written over; two runs never share a file.
+            # A bare descriptor, without a buffer: what is not on disk must be known, and never be written later.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            self._file = os.open(self.path, flags, 0o666)
+            self._know(os.fstat(self._file))
+        except OSError as error:
+            self._refused(error)
+
+    def _know(self, file: os.stat_result) -> None:
+        self._identity = (file.st_dev, file.st_ino)
+
+    def _write_rest(self) -> None:
+        """Write the facts that are not in the file yet.
+
+        Only whole lines stay in the file. After a refusal the torn one is cut off at once; after an interruption
+        (Ctrl-C between two pieces) by the next call, which then writes those facts again.
+        """
+        if self._file is None or self._closed or self._is_a_copy():
+            return
+        rest = self._lines[self._written :]
+        data = b"".join(_line(line.fact) for line in rest)
+        done = 0
+        try:
+            if self._torn:
+                os.ftruncate(self._file, self._size)
+                os.lseek(self._file, self._size, os.SEEK_SET)
+            self._torn = True
+            while done < len(data):
+                done += os.write(self._file, data[done:])
+        except OSError as error:
+            whole = data.rfind(b"\n", 0, done) + 1
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size + whole)
+            self._size += whole
+            self._written += data.count(b"\n", 0, whole)
+            self._refused(error)
+            return
+        self._size += done
+        self._written += len(rest)
+        self._torn = False
+
+    def _refused(self, error: OSError) -> None:
+        self._why = f"the disk refused ({why(error)})"
+        self.lost = f"{self.path}: {why(error)}; later facts are only in memory"
+        self._shut()
+
+    def _shut(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             try:
-                file.close()
-            except OSError as error:
-                self._lose(error)
+                os.close(file)
+            except OSError as error:  # a network disk may refuse only now
+                self._why = self._why or f"the disk refused ({why(error)})"
 
-    def _lose(self, error: OSError) -> None:
-        self.lost = f"{self.path}: {error.strerror or error}; later facts are only in memory"
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
+    def _trouble(self) -> str | None:
+        """What is wrong with the file at `path`, if it is not the one that our facts were written to."""
+        try:
+            file = os.stat(self.path)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                return f"it cannot be reached ({why(error)})"
+            return "the file was removed" if self.path.parent.is_dir() else "the run folder was removed"
+        if (file.st_dev, file.st_ino) != self._identity:
+            return "another file is in its place"
+        return "the file was cut short" if file.st_size < self._size else None
+
+    def _rescue(self, trouble: str) -> None:
+        """Write all facts again, and say what is where."""
+        first = self.path
+        if self._rewritten(first, again=True):
+            self.lost = f"{first}: {trouble}; all facts are written there now"
+            return
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="lowprec-"))
+            if self._rewritten(folder / first.name, again=False):
+                self.path = folder / first.name
+                self.lost = f"{first}: {trouble}; all facts are in {self.path}"
+                return
+            folder.rmdir()
+        kept = self.kept()
+        self.lost = f"{first}: {trouble}: {f'nothing after line {kept}' if kept else 'nothing of it'} is on disk"
+
+    def _rewritten(self, path: Path, again: bool) -> bool:
+        """Whether all facts are in a new file at `path`, which has replaced ours if that was still there."""
+        try:
+            if again and os.path.lexists(path) and self._trouble() == "another file is in its place":
+                return False
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size = 0
+            with replacing(path) as file:
+                for line in self._lines:
+                    size += file.write(_line(line.fact))
+            self._know(os.stat(path))
+        except OSError:
+            return False
+        self._size, self._written, self._why = size, len(self._lines), None
+        return True
+
+    def _is_a_copy(self) -> bool:
+        """Whether this is a process that was forked off from the one that measures."""
+        return os.getpid() != self._process
 
     def __del__(self) -> None:
         """A session that never came to its end leaves no open file."""
-        if getattr(self, "_file", None) is not None:
-            self.close()
+        if getattr(self, "_file", None) is not None and not self._is_a_copy():
+            self._shut()
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _line(fact: Fact) -> bytes:
+    # Text that is no Unicode (a file name in an error message) becomes an escape that JSON reads back.
+    return f"{encode(fact)}\n".encode("utf-8", "backslashreplace")
 
 
 def read(path: Path | str) -> Recording:

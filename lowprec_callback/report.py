@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from lowprec_callback.files import write_text
 from lowprec_callback.recording import Role, finite
 
 VERSION = 1
@@ -555,8 +556,12 @@ class Report:
         return json.dumps(finite(dataclasses.asdict(self)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write `report.json`."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        """Write `report.json`, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written. The file that was there is as it was.
+        """
+        write_text(path, self.to_json())
 
 
 @cache

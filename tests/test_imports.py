@@ -18,15 +18,17 @@ PACKAGE = Path(lowprec_callback.__file__).parent
 ROOT = "lowprec_callback"
 
 RANKS = {
+    "failures": -2,
+    "files": -1,
     "facts": -1,
     "recording": 0,
-    "failures": 0,
     "report": 1,
     "resume": 1,
     "recipes": 2,
     "run_folder": 2,
     "analyze": 3,
     "show": 4,
+    "publish": 5,
     "engines": 5,
     "measure": 5,
     "sweep": 8,
@@ -236,6 +238,7 @@ def loaded_after(code: str) -> set[str]:
         "from lowprec_callback.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "import lowprec_callback.recording, lowprec_callback.report, lowprec_callback.recipes",
         "import lowprec_callback.sweep.plan",
+        "import lowprec_callback.publish, lowprec_callback.files",
     ],
 )
 def test_importing_costs_little(code: str) -> None:

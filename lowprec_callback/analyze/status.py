@@ -144,7 +144,7 @@ def plan_text(plan: Plan | None) -> str:
         f"{_count(plan.rounds, 'round')} of {', '.join(plan.recipes)} in shuffled order (seed {plan.seed}), "
         f"each {plan.settle_steps} settling and {plan.timed_steps} timed steps; "
         f"{_count(plan.traced_steps, 'traced step')} a recipe; "
-        f"{guard}{batches}{_count(plan.steps, 'optimizer step')} in all"
+        f"{guard}{batches}{_count(plan.steps, 'optimizer step')} in all{f', on {plan.batches}' if plan.batches else ''}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,10 @@ class PlainTorchEngine(Engine):
     """Runs a recipe by turning `torch.autocast` on or off around `training_step`."""
 
     name: Literal["transformer_engine", "plain_torch"] = "plain_torch"
+
+    def __init__(self, model: nn.Module, device: torch.device, why: str) -> None:
+        super().__init__(model, device, why)
+        self._weights: set[torch.dtype] | None = None
 
     @property
     def default_baseline(self) -> str:
@@ -41,7 +45,9 @@ class PlainTorchEngine(Engine):
 
     def probe(self, card: RecipeCard) -> NotRun | None:
         """See `Engine.probe`."""
-        sizes = {(weight.k, weight.n) for layer in self.linear_layers() for weight in layer.weights}
+        every = {(weight.k, weight.n) for layer in self.linear_layers() for weight in layer.weights}
+        # A layer without inputs or outputs multiplies nothing; a lazy one has no size before its first batch.
+        sizes = {(k, n) for k, n in every if k and n}
         for k, n in sorted(sizes)[:4]:
             try:
                 layer = self.make_linear(k, n, bias=False)
@@ -59,10 +65,25 @@ class PlainTorchEngine(Engine):
         return None
 
     def region(self, card: RecipeCard) -> AbstractContextManager[Any]:
-        """`torch.autocast`, on for a card with an autocast type, explicitly off for one without."""
+        """`torch.autocast`, on for a card with an autocast type, explicitly off for one without.
+
+        A model that is stored in the card's type multiplies in it by itself: its step is the user's own, as it stands
+        (under `bf16-true` no region is open, and the loss is computed in BF16).
+        """
         if card.autocast_dtype is None:
             return torch.autocast(self.device.type, enabled=False)
-        return torch.autocast(self.device.type, dtype=getattr(torch, card.autocast_dtype))
+        dtype = getattr(torch, card.autocast_dtype)
+        if self._stored_in() == dtype:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def _stored_in(self) -> torch.dtype | None:
+        """The type of all linear layers' weights; None if they differ."""
+        if self._weights is None:
+            self._weights = {
+                module.weight.dtype for _, module in named_modules(self.model) if isinstance(module, nn.Linear)
+            } or {self.dtype()}
+        return next(iter(self._weights)) if len(self._weights) == 1 else None
 
     def switch(self) -> None:
         """Autocast keeps nothing between regions."""

@@ -192,7 +192,8 @@ class TransformerEngineEngine(Engine):
         for layer in self.linear_layers():
             if layer.quantizable:
                 for weight in layer.weights:
-                    sizes.setdefault((weight.k, weight.n), []).append(layer.path + weight.suffix)
+                    if weight.k and weight.n:  # a layer without inputs or outputs multiplies nothing
+                        sizes.setdefault((weight.k, weight.n), []).append(layer.path + weight.suffix)
         if card.scaling != "none" and (reason := self._stored_otherwise(card)):
             return NotRun(reason, "Transformer Engine's own check of stored weights")
         with self.own_state():

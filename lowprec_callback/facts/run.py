@@ -89,11 +89,14 @@ class Plan(Fact):
     steps: int
     """Optimizer steps that the whole plan takes."""
     shrunk: str | None = None
-    """If the fit was too short for what was asked: what was cut, and what that costs in certainty."""
+    """If time was too short for what was asked (before 0.2 also: the fit): what was cut, and what that costs in
+    certainty."""
     guard_steps: int = 0
     """Optimizer steps of the numerics guard that are compared, for each recipe."""
     no_guard: str | None = None
-    """Why there are none, if not because of the fit's length."""
+    """Why there are none, if not because time was short."""
+    batches: str | None = None
+    """Which batches the sweep's steps used, in words; None before 0.2, when they were the fit's own."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class Sampled(Fact):
     kind: ClassVar[str] = "sampled"
     rounds: int
     stopped: str
-    """`planned`: no more were wanted; `precise`; `rounds`: the most that were asked for; `steps`: the fit has too few
-    left; `seconds`: they had taken long enough."""
+    """`planned`: no more were wanted; `precise`; `rounds`: the most that were asked for; `seconds`: they had taken
+    long enough; before 0.2 also `steps`: the fit had too few left."""
     widest: float | None = None
     """Half-width of the least certain recipe's step, relative to it, at 95%."""
     precision: float | None = None

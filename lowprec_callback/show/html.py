@@ -20,6 +20,8 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from lowprec_callback.failures import in_words
+from lowprec_callback.files import write_text
 from lowprec_callback.report import Report
 from lowprec_callback.show import page_more, plots
 from lowprec_callback.show.console import SECTIONS, Section
@@ -66,8 +68,12 @@ class _Section:
 
 
 def save(report: Report, path: Path, files: Sequence[str] = ()) -> None:
-    """Write the page. `files` are named in its footer, as in the console's."""
-    path.write_text(as_html(report, files), encoding="utf-8")
+    """Write the page, whole or not at all. `files` are named in its footer.
+
+    Raises:
+        OSError: it cannot be written. The file that was there is as it was.
+    """
+    write_text(path, as_html(report, files))
 
 
 def as_html(report: Report, files: Sequence[str] = ()) -> str:
@@ -99,6 +105,8 @@ def _section(report: Report, section: Section) -> _Section | None:
 def _plot(report: Report, name: str) -> _Plot:
     try:
         figure = plots.ALL[name](report)
+        return _Plot(name, " ".join(figure.get_suptitle().split()), Markup(svg(figure, name)))
     except plots.NothingToPlot as nothing:
         return _Plot(name, f"No plot {name}: {nothing}", None)
-    return _Plot(name, " ".join(figure.get_suptitle().split()), Markup(svg(figure, name)))
+    except Exception as error:  # a plot that fails takes only itself from the page
+        return _Plot(name, f"No plot {name}: {in_words(error)}", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -18,18 +18,18 @@ from lowprec_callback.measure.shapes import GemmLog
 from lowprec_callback.measure.trace import Tracer, gemm_range, module_range
 from lowprec_callback.recording import Role
 
-Steps = Generator[None, None, None]
-"""A piece of the sweep's script: each `yield` is one optimizer step of the user's loop."""
 
-
+@contextmanager
 def watched_step(
     engine: Engine,
     log: GemmLog,
     broken: Callable[[str], None],
     library: LibraryListener | None = None,
     held: MemoryWatch | None = None,
-) -> Steps:
-    """One step that looks at every GEMM's operands: the library's at its entry, PyTorch's by the profiler.
+    *,
+    products: bool = True,
+) -> Iterator[None]:
+    """Around one step: look at every GEMM's operands, the library's at its entry, PyTorch's by the profiler.
 
     Args:
         engine: runs the model.
@@ -37,6 +37,7 @@ def watched_step(
         broken: told once, in one line, if modules could not be followed to the end of the step.
         library: looks at what the library's own log says of the calls too.
         held: looks at memory as modules begin and end.
+        products: whether to look at PyTorch's own products, for which a session of torch.profiler is opened.
     """
     stopped = False
 
@@ -54,18 +55,19 @@ def watched_step(
             broken(in_words(error))
 
     scopes = ranged_scopes(engine, boundary)
-    tracer = Tracer(engine.device, shapes=True)
+    tracer = Tracer(engine.device, shapes=True) if products else None
     with ExitStack() as stack:
         stack.enter_context(eagerly())
-        tracer.start()
-        stack.callback(stop_quietly, tracer)
+        if tracer is not None:
+            tracer.start()
+            stack.callback(stop_quietly, tracer)
         if library is not None:
             stack.enter_context(library.listen(scopes.current))
         # The ranges mark the products inside a call, which are no further ones (TE's reference GEMMs are such).
         around = _both(gemm_ranges(log), library.around) if library else gemm_ranges(log)
         with scopes.installed(), engine.watch(scopes.current, log.add_call, around):
             yield
-    for product in tracer.products():
+    for product in tracer.products() if tracer is not None else ():
         log.add_product(product)
 
 

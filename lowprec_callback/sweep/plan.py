@@ -1,15 +1,14 @@
-"""How many steps of which kind, and what gives way when the fit is too short."""
+"""How many steps of which kind, and what gives way where time is short."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec_callback.sweep.time_budget import A_LIMIT, Pace, in_words, is_limit
+from lowprec_callback.sweep.time_budget import A_LIMIT, in_words, is_limit
 
 LEAD_STEPS = 3
 """One step to warm up (compilation, allocator), one whose time says how long the sweep will take, one to capture the
@@ -39,7 +38,7 @@ LEAST_TIMED = 3
 
 
 class PlanError(ValueError):
-    """Settings that make no plan, or a fit that no plan fits into."""
+    """Settings that make no plan."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,6 @@ class Fitted:
 
     settings: Settings
     shrunk: str | None
-    spare: int | None = None
-    """Optimizer steps that the fit has beyond the plan; None if it has no end."""
 
 
 _FLOORS = (
@@ -188,6 +185,11 @@ def _shrink(asked: Settings, fits: Callable[[Settings], bool], floors: Sequence[
 
 def fit_time(asked: Settings, recipes: int, seconds: float, plain_s: float, watched_s: float) -> Fitted:
     """Shrink the plan until what is left of it after the lead fits into `seconds`, or to the smallest that there is.
+
+    What goes first costs least: rounds down to 2 (fewer looks at clock drift), timed steps down to 4 (a wider
+    interval), traced steps down to 1, the numerics guard down to 2 steps, settle steps down to 2, the last rounds, then
+    the shortest block that still gives an interval, then the guard; tracing goes last, because without it there is no
+    ledger and no verdict.
 
     Args:
         asked: the settings so far.
@@ -230,59 +232,6 @@ def fit_rest(asked: Settings, done: int, steps_s: Sequence[float], watched: floa
         when=f"after {_count(done, 'round')} ",
         what="the rest of the plan",
     )
-
-
-def refit(asked: Settings, recipes: int, steps_left: int | None, pace: Pace) -> Fitted:
-    """What is left of the plan after its lead, fitted again to the steps and to the time that there really are.
-
-    Args:
-        asked: the settings so far.
-        recipes: how many recipes still run.
-        steps_left: optimizer steps left in the fit; None if there is no end to them.
-        pace: the time that is left, and what steps take.
-    """
-    fitted = Fitted(asked, None)
-    if steps_left is not None:
-        with suppress(PlanError):  # then it ends with the fit
-            fitted = fit(asked, recipes, steps_left + LEAD_STEPS)
-    left = pace.left_s
-    if left is None or pace.plain_s is None or pace.watched_s is None:
-        return fitted
-    again = fit_time(fitted.settings, recipes, left, pace.plain_s, pace.watched_s)
-    texts = "; ".join(text for text in (fitted.shrunk, again.shrunk) if text)
-    return Fitted(again.settings, texts or None, fitted.spare)
-
-
-def fit(asked: Settings, recipes: int, available: int | None) -> Fitted:
-    """Shrink the plan until it fits into the steps that there are.
-
-    What goes first costs least: rounds down to 2 (fewer looks at clock drift), timed steps down to 4 (a wider
-    interval), traced steps down to 1, the numerics guard down to 2 steps, settle steps down to 2, the last rounds, then
-    the shortest block that still gives an interval, then the guard; tracing goes last, because without it there is no
-    ledger and no verdict.
-
-    Args:
-        asked: the settings that were asked for.
-        recipes: how many recipes will run.
-        available: optimizer steps that are left in the fit; None if there is no end to them.
-
-    Raises:
-        PlanError: not even the smallest plan fits.
-    """
-    if available is None:
-        return Fitted(asked, None)
-    if asked.steps(recipes) <= available:
-        return Fitted(asked, None, available - asked.steps(recipes))
-    if available <= 0:
-        raise PlanError("the fit has no training steps, so there is nothing to profile")
-    settings = _shrink(asked, lambda shorter: shorter.steps(recipes) <= available)
-    if settings.steps(recipes) > available:
-        raise PlanError(
-            f"the fit has {_count(available, 'training step')} left; the smallest plan for "
-            f"{_count(recipes, 'recipe')} takes {settings.steps(recipes)}: train longer, or name fewer recipes"
-        )
-    why = f"the fit has {_count(available, 'training step')} and the full plan takes {asked.steps(recipes)}"
-    return Fitted(settings, _explain(asked, settings, why), 0)
 
 
 def _explain(asked: Settings, got: Settings, why: str) -> str:

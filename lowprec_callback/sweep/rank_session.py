@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ class Found:
     able: list[str]
     refused: dict[str, tuple[str, str]]
     """Recipe to (reason, who says so)."""
-    steps_left: int | None
     no_trace: str | None
+    no_profiler: str | None
     nvtx: bool
 
     @staticmethod
@@ -32,15 +32,15 @@ class Found:
         ranks: Ranks,
         engine: Engine,
         sorted_out: tuple[list[RecipeCard], list[tuple[RecipeCard, NotRun]]],
-        steps_left: int | None,
         no_trace: str | None,
+        no_profiler: str | None,
         nvtx: bool,
     ) -> dict[str, Any]:
         """As it travels to the other ranks."""
         able, refused = sorted_out
         reasons = {card.name: (reason.reason, reason.source) for card, reason in refused}
         names = [card.name for card in able]
-        return asdict(Found(ranks.host, engine.name, engine.why, names, reasons, steps_left, no_trace, nvtx))
+        return asdict(Found(ranks.host, engine.name, engine.why, names, reasons, no_trace, no_profiler, nvtx))
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,18 @@ class Agreed:
     able: list[str]
     """Recipes that every rank can run."""
     refused: dict[str, NotRun]
-    steps_left: int | None
     no_trace: str | None
+    """Why kernels are not traced."""
+    no_profiler: str | None
+    """Why no session of torch.profiler may be opened at all."""
     nvtx: bool
 
 
 def agree(answers: Sequence[dict[str, Any]]) -> Agreed:
     """From what each rank found, in the order of ranks, the same on every rank.
 
-    A recipe runs if it can on every rank; else its reason is that of the lowest rank that has one, and names it. The
-    plan has the steps that the rank with the fewest has left, and no traced steps if one rank cannot trace.
+    A recipe runs if it can on every rank; else its reason is that of the lowest rank that has one, and names it. There
+    are no traced steps if one rank cannot trace.
 
     Raises:
         RankError: ranks run the model by different engines.
@@ -78,13 +80,15 @@ def agree(answers: Sequence[dict[str, Any]]) -> Agreed:
         if reason is not None:
             source = next(each.refused[name][1] for each in found if name in each.refused)
             refused[name] = NotRun(reason, source)
-    left = [each.steps_left for each in found if each.steps_left is not None]
-    traces = [{} if each.no_trace is None else {"trace": each.no_trace} for each in found]
+
+    def first(reasons: Iterable[str | None]) -> str | None:
+        return first_reason([{} if each is None else {"": each} for each in reasons], hosts, "")
+
     return Agreed(
         able=[name for name in found[0].able if name not in refused],
         refused=refused,
-        steps_left=min(left, default=None),
-        no_trace=first_reason(traces, hosts, "trace"),
+        no_trace=first(each.no_trace for each in found),
+        no_profiler=first(each.no_profiler for each in found),
         nvtx=any(each.nvtx for each in found),
     )
 

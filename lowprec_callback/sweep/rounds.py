@@ -1,9 +1,8 @@
 """When the rounds of timed blocks are enough.
 
-The plan's rounds always run. If the steps are not known well enough then, and the fit has steps to spare, more rounds
-follow. Where the GPU paces the step three rounds mostly do; where the host does, its pace changes from second to second
-(on one machine the same launch-bound step took 40 and 68 ms within ten seconds), and only more blocks in turn tell
-recipes apart.
+The plan's rounds always run. If the steps are not known well enough then, more rounds follow. Where the GPU paces the
+step three rounds mostly do; where the host does, its pace changes from second to second (on one machine the same
+launch-bound step took 40 and 68 ms within ten seconds), and only more blocks in turn tell recipes apart.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from lowprec_callback.analyze.statistics import t_quantile
 
 MOST_SECONDS = 60.0
 """More rounds end with the one in which so much time has gone into them."""
-
-SHARE = 4
-"""More rounds take at most one step in so many of those that the fit has left beyond the plan."""
 
 
 def half_width(medians: Sequence[float]) -> float | None:
@@ -49,14 +45,12 @@ class Rounds:
         planned: rounds that run in any case.
         most: rounds at most.
         precision: stop when every recipe's step is known to this relative half-width.
-        spare: optimizer steps that the fit has beyond the plan; None if it has no end.
         now: the clock, in seconds. Tests pass their own.
     """
 
     planned: int
     most: int
     precision: float
-    spare: int | None
     now: Callable[[], float] = time.perf_counter
     medians: dict[str, list[float]] = field(default_factory=dict)
     """Recipe to the median of each of its rounds so far [ms]."""
@@ -70,7 +64,7 @@ class Rounds:
             self.medians.setdefault(recipe, []).append(statistics.median(times_ms))
 
     def why_stop(self, done: int, steps_a_round: int) -> str:
-        """Empty while another round should run, else why none should: `planned`, `precise`, `rounds`, `steps`,
+        """Empty while another round should run, else why none should: `planned`, `precise`, `rounds`,
         `seconds`. A round beyond the plan that should run is counted as taken.
         """
         if done < self.planned:
@@ -82,8 +76,6 @@ class Rounds:
             return "precise"
         if done >= self.most:
             return "rounds"
-        if self.spare is not None and self.extra_steps + steps_a_round > self.spare // SHARE:
-            return "steps"
         if self._since is None:
             self._since = self.now()
         elif self.now() - self._since >= MOST_SECONDS:

@@ -1,16 +1,16 @@
 """The sweep: which recipe runs on which optimizer step, and what is watched while it does.
 
-The sweep knows no Trainer. Whoever owns the loop calls `region` around each forward pass, `step_end` after each
-optimizer step, `phase` where the step's phases begin, and `finish` or `abort` at the end; and while there is a `trial`,
-what it asks for (`guard`). Inside, the sweep is one script, read from top to bottom: each `yield` is one optimizer step
-of the user's loop.
+The sweep knows no Trainer: it is a script that calls `step`, which runs one optimizer step of somebody else's loop and
+returns its loss. While it runs, that loop opens `region` around each forward pass, calls `phase` where the step's
+phases begin, and while there is a `trial`, what that asks for (`guard`). `run` runs the script, `finish` puts
+everything back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -48,9 +48,9 @@ from lowprec_callback.recording import (
     Sampled,
     StepTime,
 )
-from lowprec_callback.sweep.fault import RecipeFailed, raised_by_library
+from lowprec_callback.sweep.fault import passed_through_us
 from lowprec_callback.sweep.guard import NumericsGuard, TrialStep
-from lowprec_callback.sweep.instrumented_step import Steps, gemm_ranges, ranged_scopes, stop_quietly, watched_step
+from lowprec_callback.sweep.instrumented_step import gemm_ranges, ranged_scopes, stop_quietly, watched_step
 from lowprec_callback.sweep.plan import (
     GUARD_SETTLE,
     NVTX_SETTLE,
@@ -58,8 +58,8 @@ from lowprec_callback.sweep.plan import (
     Fitted,
     Settings,
     fit_rest,
+    fit_time,
     order_of_rounds,
-    refit,
 )
 from lowprec_callback.sweep.ranks import Alone, Ranks, first_reason
 from lowprec_callback.sweep.rounds import Rounds, widest
@@ -85,6 +85,21 @@ class NeverClean(Exception):
     """Every step that was watched had something foreign in it, on one rank or another."""
 
 
+class StepFailed(Exception):
+    """The step of the loop that the sweep is a guest in raised; `cause` is what it raised."""
+
+    def __init__(self, cause: Exception, recipe: str | None) -> None:
+        super().__init__(in_words(cause))
+        self.cause = cause
+        self.recipe = recipe
+        """The recipe that it ran in; None for none of ours."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it came out of a function of this package that the step called without knowing."""
+        return passed_through_us(self.cause)
+
+
 class Progress(Protocol):
     """Tells a person how far the sweep is."""
 
@@ -104,18 +119,18 @@ class Sweep:
         cards: recipes that can run, the baseline first.
         settings: sizes, already fitted to the length of the run.
         recorder: where facts go.
-        snapshot: the state to restore at the end, or None to let the sweep's steps count as training.
+        snapshot: the state to restore at the end.
+        step: one optimizer step of the loop that the sweep is a guest in; returns the loss, if it knows one.
         gemm_benchmark: whether to time the captured shapes.
-        no_trace: why there is no tracing, or None to trace.
+        no_trace: why there are no traced steps, or None to trace.
+        no_profiler: why no session of torch.profiler may be opened at all, not even for the shapes of a step; or None.
         progress: shows how far we are.
         ranges: NVTX ranges.
         clocks: reads the GPU's clock and power at the end of each block.
-        spare_steps: optimizer steps that the fit has beyond the plan, for more rounds; None if it has no end.
         scaler: the training's `torch.amp.GradScaler` or None.
         processes: those that train together; all run this sweep in lockstep.
         optimizers: whose state is counted when memory is watched.
         pace: the sweep's own clock, and when its time is up.
-        steps_left: tells how many steps the fit has left, asked when the first have shown what a step is.
         say: a line for a person.
     """
 
@@ -123,21 +138,20 @@ class Sweep:
     cards: list[RecipeCard]
     settings: Settings
     recorder: Recorder
-    snapshot: Snapshot | None
+    snapshot: Snapshot
+    step: Callable[[], Any]
     gemm_benchmark: bool = True
     no_trace: str | None = None
+    no_profiler: str | None = None
     progress: Progress | None = None
     ranges: Ranges = field(default_factory=lambda: Ranges(False))
     clocks: ClockReader | None = None
-    spare_steps: int | None = 0
     scaler: Any = None
     processes: Ranks = field(default_factory=Alone)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     pace: Pace = field(default_factory=Pace)
-    steps_left: Callable[[], int | None] = lambda: None
     say: Callable[[str], None] = lambda _text: None
 
-    done: bool = False
     card: RecipeCard | None = None
     """The recipe that runs now; None outside the sweep."""
     inside: bool = False
@@ -149,7 +163,6 @@ class Sweep:
     trial: TrialStep | None = None
     """In a step of the numerics guard: what to call around its forward passes and before its optimizer."""
 
-    _script: Steps | None = None
     _clock: StepClock | None = None
     _forward: ForwardClock | None = None
     _steps_done: int = 0
@@ -170,9 +183,8 @@ class Sweep:
     _ended: bool = False
     _dirty: str | None = None
     """Why the step that runs does not count."""
-    _failed: RecipeFailed | None = None
-    _aside: Snapshot | None = None
-    """The sweep's own state, while somebody is shown the user's."""
+    not_put_back: str | None = None
+    """What could not be put back at the end, and why: the training must not go on from there."""
     _memory_read: list[Fact] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -191,19 +203,20 @@ class Sweep:
 
     # -- what the loop's owner calls -------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin: the next optimizer step is the sweep's."""
+    def run(self) -> None:
+        """Run the script to its end. `finish` follows, whatever happened.
+
+        Raises:
+            StepFailed: the loop's own step fails in the baseline, with nothing of ours attached.
+            Exception: with several ranks, whatever a step raised: the others wait for this one in the middle of it.
+        """
         self.pace.start()
         self.engine.save()
-        self._script = self._run()
-        next(self._script)
-        self._open_step()
+        self._run()
 
     @contextmanager
     def region(self) -> Iterator[None]:
         """The context for one forward pass."""
-        if self._failed is not None:
-            memory.clean(self.engine.device)  # what the recipe that failed has left, the reason for it perhaps
         self.phase("forward")
         kind = self.engine.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -236,68 +249,6 @@ class Sweep:
         if self._clock is not None:
             self._clock.discard(reason)
 
-    def blame(self, error: BaseException) -> bool:
-        """An exception ended a forward or a backward pass. Whether the recipe is at fault, and not the user's code.
-
-        If so, the rest of the step runs in the baseline, and the recipe is given up when the step is over. Never with
-        several ranks: the others would wait for this one in the middle of the step.
-        """
-        if self.processes.size > 1 or self._failed is not None or not raised_by_library(error):
-            return False
-        if self.card is None or self.card is self.baseline:
-            return False
-        self._failed = RecipeFailed(self.card, in_words(error))
-        self.card = self.baseline
-        self.contaminate(f"{self._failed.card.name} failed inside this step")
-        return True
-
-    def step_aside(self, reason: str) -> None:
-        """Somebody looks at the state (to save it): show them the user's, from before the sweep, until `step_back`.
-
-        Without a snapshot the sweep's steps are training, and only the quantization state is the user's.
-        """
-        self.contaminate(reason)
-        if self.inside:  # a region is open, whose exit needs the state that it was entered with
-            self.recorder.add(Problem("checkpoint", "one was written inside training_step: it holds the sweep's state"))
-            return
-        self.engine.restore()
-        self.engine.save()
-        if self.snapshot is not None:
-            self._aside = self.snapshot.again()
-            self.snapshot.restore()
-
-    def step_back(self) -> None:
-        """The sweep's own state again; the recipe's quantization state from its beginning."""
-        if self.inside:
-            return
-        self.engine.switch()
-        if self._aside is not None:
-            self._aside.restore()
-            self._aside = None
-
-    def step_end(self, loss: Any = None) -> bool:
-        """An optimizer step is over. Returns whether the sweep is."""
-        if self._script is None or self.done:
-            return True
-        # Detached: an undetached loss would keep its whole graph alive to the end of the block.
-        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self._steps_done += 1
-        self._note_size()
-        self._close_step()
-        failed, self._failed = self._failed, None
-        try:
-            if failed is not None:
-                self._script.throw(failed)
-            else:
-                next(self._script)
-        except StopIteration:
-            self.done = True
-        if self.progress is not None:
-            self.progress.update(self._what, self._steps_done, self.total_steps)
-        if not self.done:
-            self._open_step()
-        return self.done
-
     def _note_size(self) -> None:
         elements, odd = self.sizes.step()
         if self._clock is not None and elements:
@@ -308,76 +259,115 @@ class Sweep:
     def finish(
         self, status: Literal["finished", "shortened", "interrupted", "failed"], reason: str | None = None
     ) -> None:
-        """End the sweep: take every watcher away, restore, and write the last line. Idempotent."""
+        """End the sweep: restore, and write the last line. Idempotent. What cannot be restored: `not_put_back`."""
         if self._ended:
             return
         self._ended = True
-        script, self._script = self._script, None
-        self.done, self.card, self._clock, self._forward, self.trial = True, None, None, None, None
-        self._memory = self._aside = None
-        # Whatever one of these meets (a broken CUDA context, a tracer that cannot stop), the others are tried as well,
-        # and nothing is raised over the user's own exception. Closing the script runs the exits of every `with` that
-        # it stands in: hooks and patches go.
-        close = script.close if script is not None else (lambda: None)
-        for end in (self._close_step, close, self.engine.restore, self._put_back):
+        self.card, self._clock, self._forward, self._memory, self.trial = None, None, None, None, None
+        # Whatever one of these meets (a broken CUDA context), the others are tried as well, and nothing is raised over
+        # an exception that is on its way.
+        for end in (self._close_step, self.engine.restore, self._put_back):
             try:
                 end()
             except Exception as error:
-                with suppress(Exception):
-                    self.recorder.add(Problem("restore", f"the state could not be put back: {in_words(error)}"))
-        self.snapshot, self._loss = None, None
+                self.not_put_back = self.not_put_back or f"the state could not be put back: {in_words(error)}"
+        if self.not_put_back:
+            self.recorder.add(Problem("restore", self.not_put_back))
+        self._loss = None
         self.recorder.add(End(status, reason))
         if self.progress is not None:
             self.progress.close()
 
     def _put_back(self) -> None:
-        parts = self.snapshot.restore() if self.snapshot is not None else ()
-        self.recorder.add(Restored(parts=parts, asked=self.snapshot is not None))
+        parts = self.snapshot.restore()
+        self.recorder.add(Restored(parts=parts, asked=True))
         memory.clean(self.engine.device)
+        memory.reset_peak(self.engine.device)  # the user's own look at the peak is not to find the sweep's
 
     # -- the script ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Steps:
+    def _run(self) -> None:
         self._use(self.baseline)
-        yield
-        yield from self._first_look()
+        self._step()
+        self._first_look()
         if self.gemm_benchmark:
             self._try("GEMM benchmark", self._benchmark)
         self._fit_plan()
-        yield from self._rounds()
-        if self.settings.traced_steps and self.no_trace is None:
-            for card in list(self.cards):
-                yield from self._part(f"trace of {card.name}", self._traced(card), card)
-        elif self.no_trace is not None:
+        self._rounds()
+        if self.no_trace is not None:
             self.recorder.add(Problem("trace", self.no_trace))
+        elif self.settings.traced_steps:
+            for card in list(self.cards):
+                self._part(f"trace of {card.name}", partial(self._traced, card), card)
         if self.settings.nvtx_steps:
-            yield from self._part("capture window", self._captured())
-        if self.settings.guard_steps and self.snapshot is not None:
-            yield from self._part("numerics guard", self._guarded(self.snapshot))
+            self._part("capture window", self._captured)
+        if self.settings.guard_steps:
+            self._part("numerics guard", self._guarded)
 
-    def _part(self, what: str, steps: Steps, card: RecipeCard | None = None) -> Steps:
+    def _step(self) -> None:
+        """One optimizer step of the loop that we are a guest in."""
+        self._open_step()
+        try:
+            loss = self.step()
+        except Exception as error:
+            self._marks.close()
+            if self.processes.size > 1:
+                raise
+            raise StepFailed(error, self.card.name if self.card else None) from error
+        # Detached: an undetached loss would keep its whole graph alive to the end of the block.
+        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        self._steps_done += 1
+        self._note_size()
+        self._close_step()
+        if self._clock is None:  # nothing but the clock runs among timed steps
+            self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self.progress is not None:
+            self.progress.update(self._what, self._steps_done, self.total_steps)
+
+    def _part(self, what: str, do: Callable[[], None], card: RecipeCard | None = None, bare: bool = False) -> None:
         """One part of the script, if there is time for it. If its recipe or our own watching fails, the others go on.
 
         Of several ranks none goes on alone: what fails on one ends its process, as any failure does.
+
+        Args:
+            what: names it.
+            do: does it.
+            card: the recipe that it is about.
+            bare: nothing of ours is attached to its steps: one that fails in the baseline fails without us too.
+
+        Raises:
+            StepFailed: such a step.
         """
         if (card is not None and card not in self.cards) or not self._has_time(what):
             return
         try:
-            yield from steps
-        except RecipeFailed as failure:
-            self._give_up(failure)
+            do()
+            return
         except NeverClean as reason:  # all ranks come to this together
             self.recorder.add(Problem(what, str(reason)))
+        except StepFailed as failure:
+            ran = self._card_named(failure.recipe)
+            if failure.ours or ran is None or (ran is self.baseline and not bare):
+                self.recorder.add(Problem(what, str(failure)))
+            elif ran is self.baseline:
+                raise
+            else:
+                self._give_up(ran, str(failure))
         except Exception as error:
             if self.processes.size > 1:
                 raise
             self.recorder.add(Problem(what, in_words(error)))
-        else:
-            return
-        # What the part has set, it did not live to take away.
+        # What the part has set, it did not live to take away; and a step that broke off has left half of its work.
         self.card, self.trial, self._clock, self._forward, self._memory = None, None, None, None, None
         self._marks.traced, self._marks.word = None, "step"
+        if self.processes.size == 1:
+            self.snapshot.restore()
         memory.clean(self.engine.device)
+
+    def _card_named(self, name: str | None) -> RecipeCard | None:
+        return next((card for card in self.cards if card.name == name), None)
 
     def _try(self, what: str, do: Callable[[], None]) -> None:
         """Something of our own that takes no step: if it fails, it is missing, and memory is given back."""
@@ -389,25 +379,26 @@ class Sweep:
             self.recorder.add(Problem(what, in_words(error)))
             memory.clean(self.engine.device)
 
-    def _give_up(self, failure: RecipeFailed) -> None:
-        self.cards.remove(failure.card)
-        timed = any(fact.recipe == failure.card.name for fact in self.recorder.snapshot().of(StepTime))
-        reason = f"it failed in training_step or its backward, where the baseline does not: {failure.reason}"
+    def _give_up(self, card: RecipeCard, why: str) -> None:
+        """A recipe whose step raised. The next one begins from the state before the profile."""
+        self.cards.remove(card)
+        timed = any(fact.recipe == card.name for fact in self.recorder.snapshot().of(StepTime))
+        reason = f"a step in it failed, where the baseline's do not: {why}"
         if timed:
-            self.recorder.add(Problem(failure.card.name, f"given up: {reason}"))
+            self.recorder.add(Problem(card.name, f"given up: {reason}"))
         else:
-            self.recorder.add(Refusal(failure.card.name, reason, "the model's own step"))
-        self.say(f"lowprec: {failure.card.name} is given up: {reason}")
+            self.recorder.add(Refusal(card.name, reason, "the model's own step"))
+        self.say(f"lowprec: {card.name} is given up: {reason}")
 
-    def _first_look(self) -> Steps:
+    def _first_look(self) -> None:
         """A plain step of the baseline, for its time, and a watched one, for its shapes; then how long it will take."""
         now, device = self.pace.now, self.engine.device
         synchronize(device)
         begin = now()
-        yield
+        self._step()
         synchronize(device)
         self.pace.plain_s, begin = now() - begin, now()
-        yield from self._part("capture", self._capture())
+        self._part("capture", self._capture)
         self._use(self.baseline)
         self.pace.watched_s = max(self.pace.plain_s, now() - begin)
         steps_s = self.settings.seconds(len(self.cards), self.pace.plain_s, self.pace.watched_s)
@@ -419,13 +410,13 @@ class Sweep:
         )
 
     def _fit_plan(self) -> None:
-        """Shorten what is left of the plan, if the fit has fewer steps than it seemed, or time is short."""
-        before = self.settings
-        fitted = refit(before, len(self.cards), self.steps_left(), self.pace)
-        self.settings, spare, shrunk = self.processes.from_zero((fitted.settings, fitted.spare, fitted.shrunk))
-        if self.spare_steps is not None and spare is not None:
-            self.spare_steps = min(self.spare_steps, spare)
-        if self.settings != before and shrunk is not None:
+        """Shorten what is left of the plan, if time is short."""
+        left, plain_s, watched_s = self.pace.left_s, self.pace.plain_s, self.pace.watched_s
+        fitted = Fitted(self.settings, None)
+        if left is not None and plain_s is not None and watched_s is not None:
+            fitted = fit_time(self.settings, len(self.cards), left, plain_s, watched_s)
+        self.settings, shrunk = self.processes.from_zero((fitted.settings, fitted.shrunk))
+        if shrunk is not None:
             self._tell_plan(shrunk)
 
     def _fit_rest(self, sampling: Rounds, done: int) -> None:
@@ -488,7 +479,7 @@ class Sweep:
             memory.clean(self.engine.device)
         self.card = card
 
-    def _capture(self) -> Steps:
+    def _capture(self) -> None:
         """One step of the baseline, observed: the shapes."""
         self._what = "capturing shapes"
         if compiled := compiled_modules(self.engine.model):
@@ -498,10 +489,12 @@ class Sweep:
                     "torch.compile", f"{names}: ran uncompiled in the steps that watch operands, compiled in others"
                 )
             )
+        if self.no_profiler is not None:
+            self.recorder.add(Problem("capture", f"PyTorch's own products are not seen: {self.no_profiler}"))
         for _ in range(TRIES):
             log = GemmLog(self.engine.linear_layers(), self.engine.region_of)
             with counted_replays(lambda: self.inside) as replays:
-                yield from self._watched_step(log)
+                self._watched_step(log)
             if self._was_clean():
                 break
         else:
@@ -513,11 +506,11 @@ class Sweep:
         if self.processes.size == 1 and self.sizes.changing:
             for _ in range(CHANGING):
                 logs.append(GemmLog(self.engine.linear_layers(), self.engine.region_of))
-                yield from self._watched_step(logs[-1])
+                self._watched_step(logs[-1])
             log, words = batches.middle(logs)
             self.recorder.add(Problem("capture", words))
         self._shapes, answers = self.processes.together(log.gemms, partial(self._misfits, replays))
-        if not self._shapes:
+        if not self._shapes and self.no_profiler is None:
             self.recorder.add(Problem("capture", "no linear-layer GEMM was seen in a whole step"))
         self.recorder.add(*self._shapes)
         for card in list(self.cards[1:]):
@@ -592,17 +585,17 @@ class Sweep:
             self.recorder.add(module)
         memory.clean(self.engine.device)
 
-    def _rounds(self) -> Steps:
+    def _rounds(self) -> None:
         """Blocks in turn, as many rounds as the plan has, and more where they are not enough (see `rounds`)."""
         by_name = {card.name: card for card in self.cards}
         most = max(self.settings.rounds, self.settings.max_rounds)
-        self._sampling = Rounds(self.settings.rounds, most, self.settings.step_precision, self.spare_steps)
+        self._sampling = Rounds(self.settings.rounds, most, self.settings.step_precision)
         orders = order_of_rounds(list(by_name), most, self.settings.seed)
         done = 0
         while not (why := self._why_stop(self._sampling, done)):
             for name in orders[done]:
                 card = by_name[name]
-                yield from self._part(f"{name}, round {done + 1}", self._block(card, done), card)
+                self._part(f"{name}, round {done + 1}", partial(self._block, card, done), card, bare=True)
             done += 1
             if done == 1:
                 self._fit_rest(self._sampling, done)
@@ -617,7 +610,7 @@ class Sweep:
             why, sampling.extra_steps = self.processes.from_zero((why, sampling.extra_steps))
         return why
 
-    def _block(self, card: RecipeCard, round_: int) -> Steps:
+    def _block(self, card: RecipeCard, round_: int) -> None:
         """Settle, then timed steps with nothing attached but the clock."""
         self._use(card)
         of = f" of {self.settings.rounds}" if round_ < self.settings.rounds else ", beyond the plan"
@@ -634,7 +627,7 @@ class Sweep:
             if probe:
                 probe.start()
             start = self.pace.now()
-            yield
+            self._step()
             if probe and self._dirty is None:
                 self.recorder.add(probe.stop(card.name, round_))
             if done == look_at:
@@ -646,7 +639,7 @@ class Sweep:
         self._forward = ForwardClock(device) if self.processes.size > 1 else None
         self._boundary()
         for _ in range(timed):
-            yield
+            self._step()
             self._boundary()
         clock, forward = self._clock, self._forward
         self._clock = self._forward = None
@@ -683,7 +676,7 @@ class Sweep:
             )
         return sizes
 
-    def _traced(self, card: RecipeCard) -> Steps:
+    def _traced(self, card: RecipeCard) -> None:
         """A step that watches operands, the library's log and memory, then steps that only the profiler watches."""
         self._what = f"tracing {card.name}"
         device = self.engine.device
@@ -695,7 +688,7 @@ class Sweep:
             self._memory_read = [*held.start()]
             self._memory = held
             with self.engine.observe(card) as notes:
-                yield from self._watched_step(log, library, held)
+                self._watched_step(log, library, held)
             self._memory = None
             if self._was_clean():
                 break
@@ -709,13 +702,13 @@ class Sweep:
         with ExitStack() as stack:
             tracer.start()
             stack.callback(stop_quietly, tracer)
-            yield  # a new session can lose kernels at its start
+            self._step()  # a new session can lose kernels at its start
             scopes = ranged_scopes(self.engine)
             with scopes.installed(), self.engine.watch(scopes.current, around=gemm_ranges(log)):
                 for index in range(self.settings.traced_steps + TRIES):
                     synchronize(device)
                     self._marks.traced = index
-                    yield
+                    self._step()
                     scopes.clear()
                     if self._was_clean():
                         whole.append(index)
@@ -727,7 +720,7 @@ class Sweep:
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", in_words(error)))
 
-    def _captured(self) -> Steps:
+    def _captured(self) -> None:
         """Steps for another tool's trace: one capture window, and ranges down to the GEMM on whatever thread."""
         with capture_window(self.engine.device):
             for card in self.cards:
@@ -735,15 +728,15 @@ class Sweep:
                 self._what = f"NVTX ranges of {card.name}"
                 self._marks.word = "settle"
                 for _ in range(NVTX_SETTLE):
-                    yield
+                    self._step()
                 self._marks.word = "step"
                 log = GemmLog(self.engine.linear_layers())
                 scopes = ModuleScopes(self.engine.scoped_modules(), self.ranges.enter_module, self.ranges.leave_module)
                 with scopes.installed(), self.engine.watch(scopes.current, around=self.ranges.gemms(log.module_of)):
                     for _ in range(self.settings.nvtx_steps):
-                        yield
+                        self._step()
 
-    def _guarded(self, snapshot: Snapshot) -> Steps:
+    def _guarded(self) -> None:
         """Every recipe takes the same steps from the snapshot on the same data; the baseline also after all others.
 
         Last of all: whatever a recipe does to the weights here, no measurement comes after it.
@@ -754,10 +747,10 @@ class Sweep:
             self._what = f"numerics of {card.name}"
             for step in range(-GUARD_SETTLE, self.settings.guard_steps):
                 if step in (-GUARD_SETTLE, 0):
-                    snapshot.restore()
+                    self.snapshot.restore()
                 keeps = step >= 0 and card is self.baseline and not repeat
                 self.trial = guard.trial(card.name, step, keeps, repeat)
-                yield
+                self._step()
                 self.recorder.add(self.trial.fact(self._loss))
         self.trial = None
         for rank, reason in enumerate(self.processes.gather(guard.why_not_same)):
@@ -766,13 +759,14 @@ class Sweep:
 
     def _watched_step(
         self, log: GemmLog, library: LibraryListener | None = None, held: MemoryWatch | None = None
-    ) -> Steps:
-        """See `watched_step`. Modules that could not be followed to the end are told."""
+    ) -> None:
+        """One step that looks at every GEMM's operands. Modules that could not be followed to the end are told."""
 
         def broken(reason: str) -> None:
             self.recorder.add(Problem(self._what, f"modules could not be followed to the end: {reason}"))
 
-        return watched_step(self.engine, log, broken, library, held)
+        with watched_step(self.engine, log, broken, library, held, products=self.no_profiler is None):
+            self._step()
 
     def _boundary(self) -> None:
         """Between two timed steps."""
@@ -816,8 +810,7 @@ class Sweep:
 
         Several ranks all start again, or none: their weights must stay equal.
         """
-        if self.snapshot is not None:
-            self.snapshot.restore()
-            self.card = None  # its scales are broken as well: the next block begins from a clean state
-            what += "; the recipes after it start again from the state before the profile"
+        self.snapshot.restore()
+        self.card = None  # its scales are broken as well: the next block begins from a clean state
+        what += "; the recipes after it start again from the state before the profile"
         self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", what))

@@ -1,15 +1,18 @@
 """One profiling session: from a live model to a finished Report, with no Trainer in sight.
 
-`Session.open` decides what can run and writes down why the rest cannot; the `Sweep` runs; `close` restores,
-analyses and shows. The Lightning callback is a thin layer over this, and so could be any other training loop.
+`Session.open` decides what can run and writes down why the rest cannot; `run` runs the `Sweep` and puts everything
+back; `show` analyses and shows. The Lightning callback is a thin layer over this, and so is `profile` for any other
+loop.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,13 +34,12 @@ from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolv
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
 from lowprec_callback.run_folder import new_run_folder
-from lowprec_callback.sweep import plan
-from lowprec_callback.sweep.plan import PlanError, Settings
+from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.progress import beside_bars, make_progress
 from lowprec_callback.sweep.progress import say as say_aloud
 from lowprec_callback.sweep.rank_session import Found, agree, gather_summaries
 from lowprec_callback.sweep.ranks import Alone, RankError, Ranks
-from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.sweep.script import StepFailed, Sweep
 from lowprec_callback.sweep.snapshot import Rng, Snapshot, rank_bytes, whole_size
 from lowprec_callback.sweep.time_budget import Pace
 
@@ -46,6 +48,10 @@ Status = Literal["finished", "shortened", "interrupted", "failed"]
 
 class ProfilerError(ValueError):
     """A request that cannot be met here, found before anything was touched."""
+
+
+class NotPutBackError(RuntimeError):
+    """After the sweep the user's state could not be put back, so that training must not go on from there."""
 
 
 class FallbackError(ProfilerError):
@@ -63,8 +69,8 @@ class Options:
     baseline: str | None = None
     settings: Settings = field(default_factory=Settings)
     gemm_benchmark: bool = True
-    restore: bool = True
-    output_dir: str = "runs"
+    output_dir: str | None = None
+    """None: the folder that `Training.folder` names."""
     nvtx: bool | None = None
     progress: bool = True
     keep_rank_recordings: bool = False
@@ -82,11 +88,15 @@ class Training:
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[Any] = ()
     scaler: Any = None
-    steps_left: int | None = None
-    """Optimizer steps left in the fit; None if there is no end."""
     micro_batches: int = 1
-    other_progress_bar: bool = False
-    """Whether another live display owns the terminal."""
+    batches: str | None = None
+    """Which batches the sweep's steps use, in words."""
+    rich_display: bool = False
+    """Whether a live display of rich's owns the terminal."""
+    folder: str = "."
+    """Where run folders are made, unless the user says where."""
+    no_profiler: str | None = None
+    """Why no session of torch.profiler may be opened (the user's own is), or None."""
     speaks: bool = True
     """Whether this process prints and writes (rank zero does)."""
     processes: Ranks = field(default_factory=Alone)
@@ -95,10 +105,6 @@ class Training:
     """The module that holds all parameters, where a strategy wraps the model in one of its own."""
     seconds_left: float | None = None
     """Seconds until the fit ends; None if no time is set for it."""
-    steps_left_now: Callable[[], int | None] = lambda: None
-    """Optimizer steps left, asked at the end of a step, when the first have shown what a step is."""
-    averages: Sequence[nn.Module] = ()
-    """Modules beside the model that follow its weights, and are restored with it."""
 
 
 @dataclass
@@ -119,24 +125,37 @@ class Session:
     te_ranges: TeRanges | None = None
 
     @staticmethod
-    def open(options: Options, training: Training, te_ranges: TeRanges | None = None) -> Session:
-        """Choose the engine, sort out recipes, fit the plan, and set the user's state aside.
+    def open(
+        options: Options, training: Training, step: Callable[[], Any], te_ranges: TeRanges | None = None
+    ) -> Session:
+        """Choose the engine, sort out recipes, and set the user's state aside.
 
-        `te_ranges` comes from `early_ranges`, if the owner of the loop could call it before anything ran.
+        Args:
+            options: what the user asked for.
+            training: the run that the session is a guest in.
+            step: runs one optimizer step of it.
+            te_ranges: from `early_ranges`, if the owner of the loop could call it before anything ran.
 
         Raises:
-            ProfilerError: no plan fits, a recipe is unknown, or none of the recipes that were named can run.
+            ProfilerError: a recipe is unknown, the baseline or none of the recipes that were named can run, or the
+                state cannot be set aside; on all ranks, if on one.
         """
         say = say_aloud if training.speaks else _silent
         processes = training.processes
         ranges = Ranges(wants_nvtx(options))
         te_ranges = te_ranges or early_ranges(options)
-        engine = choose_engine(training.model, training.device)
+        no_profiler = training.no_profiler or _why_no_profiler()
         try:
+            engine, _ = processes.together(lambda: choose_engine(training.model, training.device))
             (baseline, asked), answers = processes.together(
                 lambda: _cards(options, engine),
                 lambda cards: Found.of(
-                    processes, engine, _sort_out(engine, cards[1]), training.steps_left, _why_no_trace(), ranges.enabled
+                    processes,
+                    engine,
+                    _sort_out(engine, cards[1]),
+                    no_profiler or _why_no_trace(),
+                    no_profiler,
+                    ranges.enabled,
                 ),
             )
             agreed = agree(answers)
@@ -146,14 +165,12 @@ class Session:
             if options.recipes is not None and len(able) == 1 and len(asked) > 1:
                 reasons = "; ".join(f"{card.name}: {reason.reason}" for card, reason in refused)
                 raise ProfilerError(f"none of the recipes that were asked for can run here. {reasons}")
-            asked_for = replace(options.settings, traced_steps=0) if agreed.no_trace else options.settings
+            settings = replace(options.settings, traced_steps=0) if agreed.no_trace else options.settings
             if not agreed.nvtx:
-                asked_for = replace(asked_for, nvtx_steps=0)
-            if not options.restore:
-                asked_for = replace(asked_for, guard_steps=0)
-            fitted = plan.fit(asked_for, len(able), agreed.steps_left)
-            folder, folder_problem = _run_folder(options.output_dir, training.name, processes)
-        except (PlanError, RecipeError, RankError) as error:
+                settings = replace(settings, nvtx_steps=0)
+            snapshot, _ = processes.together(lambda: _take_snapshot(training))
+            folder, folder_problem = _run_folder(options.output_dir or training.folder, training.name, processes)
+        except (RecipeError, RankError) as error:
             raise ProfilerError(str(error)) from error
 
         file = folder / (f"rank-{processes.rank}.jsonl" if processes.rank else recording.FILE_NAME)
@@ -166,63 +183,95 @@ class Session:
         sweep = Sweep(
             engine=engine,
             cards=able,
-            settings=fitted.settings,
+            settings=settings,
             recorder=recorder,
-            snapshot=_take_snapshot(training) if options.restore else None,
+            snapshot=snapshot,
+            step=step,
             gemm_benchmark=options.gemm_benchmark,
             no_trace=agreed.no_trace,
-            progress=make_progress(options.progress and training.speaks, training.other_progress_bar),
+            no_profiler=agreed.no_profiler,
+            progress=make_progress(options.progress and training.speaks, training.rich_display),
             ranges=ranges,
             clocks=ClockReader() if device_type == "cuda" else None,
-            spare_steps=fitted.spare,
             scaler=training.scaler,
             processes=processes,
             optimizers=training.optimizers,
             pace=Pace(_shorter(options.max_seconds, training.seconds_left)),
-            steps_left=training.steps_left_now,
             say=say,
         )
-        no_guard = _why_no_guard(options, fitted.settings)
-        recorder.add(_plan_fact(sweep, training.micro_batches, fitted.shrunk, no_guard))
+        recorder.add(_plan_fact(sweep, training))
         if folder_problem:
             recorder.add(Problem("output_dir", folder_problem))
+        for name in snapshot.unkept:
+            recorder.add(Problem("restore", f"{name} keeps a position of its own, which cannot be put back"))
         if te_ranges is not None and te_ranges.problem:
             recorder.add(Problem("nvtx", te_ranges.problem))
             say(f"lowprec: {te_ranges.problem}")
         cards = {c.name: c for c in [*able, *asked]}
         session = Session(sweep, engine, recorder, folder, cards, say, training.speaks, processes, te_ranges=te_ranges)
         session.keep = options.keep_rank_recordings
-        session._announce(fitted.shrunk)
+        session._announce()
         return session
 
-    def _announce(self, shrunk: str | None) -> None:
+    def _announce(self) -> None:
         names = ", ".join(card.name for card in self.sweep.cards)
         s = self.sweep.settings
+        plan_ = self.recorder.snapshot().last(Plan)
+        batches = f", on {plan_.batches}" if plan_ is not None and plan_.batches else ""
         self.say(
-            f"lowprec: profiling {names} on {self.engine.name} ({self.engine.why}) over the next "
-            f"{self.sweep.total_steps} optimizer steps: {s.rounds} rounds x ({s.settle_steps} settled + "
-            f"{s.timed_steps} timed), {s.traced_steps} traced and {s.guard_steps} compared a recipe"
+            f"lowprec: profiling {names} on {self.engine.name} ({self.engine.why}) in about {self.sweep.total_steps} "
+            f"steps of its own: {s.rounds} rounds x ({s.settle_steps} settled + {s.timed_steps} timed), "
+            f"{s.traced_steps} traced and {s.guard_steps} compared a recipe{batches}. How long that takes is known "
+            f"after the first of them; then training starts as if nothing had been"
         )
-        if shrunk:
-            self.say(f"lowprec: {shrunk}")
+        for name in self.sweep.snapshot.unkept:
+            self.say(f"lowprec: {name} keeps a position of its own, which cannot be put back after the profile")
         for refusal in self.recorder.snapshot().of(Refusal):
             self.say(f"lowprec: {refusal.recipe} not run: {refusal.reason}")
 
-    def start(self) -> None:
-        """The next optimizer step is the sweep's."""
-        self.sweep.start()
+    def run(self) -> None:
+        """Run the sweep and put everything back. What fails of our own, or of a recipe, only ends the sweep.
 
-    def close(self, status: Status, reason: str | None = None, *, show: bool = True) -> None:
-        """End the sweep, restore the user's state, and on the rank that speaks make and show the report. Idempotent."""
-        if self.report is not None or self.recorder.closed:
-            return
-        in_order = status in ("finished", "shortened")
-        if in_order and self.processes.size > 1:  # after an exception nobody can tell whether the other ranks come
-            self.recorder.add(*gather_summaries(self.processes, self.recorder, _device(self.recorder)))
+        Raises:
+            StepFailed: the user's own step raised; everything is put back.
+            BaseException: Ctrl-C and the like; and with several ranks whatever a step raised, as the others wait for
+                this one in the middle of it. Everything is put back.
+            NotPutBackError: not everything could be put back.
+        """
+        status: Status = "failed"
+        reason: str | None = None
+        try:
+            self.sweep.run()
+            if self.processes.size > 1:  # after an exception nobody can tell whether the other ranks come
+                self.recorder.add(*gather_summaries(self.processes, self.recorder, _device(self.recorder)))
+            status, reason = ("shortened", self.sweep.cut) if self.sweep.cut else ("finished", None)
+        except StepFailed as failure:
+            who = "the profiler itself failed" if failure.ours else f"a step in {failure.recipe or 'no recipe'} failed"
+            reason = f"{who} ({failure})"
+            if not failure.ours:
+                raise
+        except Exception as error:
+            if self.processes.size > 1:
+                reason = in_words(error)
+                raise
+            reason = f"the profiler itself failed ({in_words(error)})"
+        except BaseException as error:
+            status, reason = _stopped(error)
+            raise
+        finally:
+            with uninterrupted():
+                self._end(status, reason)
+        if self.sweep.not_put_back:
+            raise NotPutBackError(
+                f"after the profile {self.sweep.not_put_back}. Training from here would not be yours, so it ends; the "
+                f"measurements are in {self.folder}"
+            )
+
+    def _end(self, status: Status, reason: str | None) -> None:
         self.sweep.finish(status, reason)
         if self.te_ranges is not None:
             self.te_ranges.close()
-        if self.processes.rank and (self.keep or not in_order):
+        if self.processes.rank and (self.keep or status not in ("finished", "shortened")):
             self.recorder.write()
         self.recorder.close()
         if self.processes.rank:
@@ -231,7 +280,10 @@ class Session:
             self.say(f"lowprec: {self.recorder.lost}")
         if self.sweep.clocks is not None:
             self.sweep.clocks.close()
-        if self.speaks and show:
+
+    def show(self) -> None:
+        """On the rank that speaks: analyse and show. `run` is over."""
+        if self.speaks:
             self._show()
 
     def raise_on_fallback(self) -> None:
@@ -362,7 +414,10 @@ def _require(baseline: RecipeCard, refused: Iterable[tuple[RecipeCard, NotRun]])
 
 def _take_snapshot(training: Training) -> Snapshot:
     holder = training.holder or training.model
-    return Snapshot.take(holder, training.optimizers, training.schedulers, training.scaler, training.averages)
+    try:
+        return Snapshot.take(holder, training.optimizers, training.schedulers, training.scaler)
+    except Exception as error:
+        raise ProfilerError(f"the state cannot be set aside ({in_words(error)})") from error
 
 
 def _model_fact(training: Training, engine: Engine) -> Model:
@@ -380,41 +435,61 @@ def _model_fact(training: Training, engine: Engine) -> Model:
     )
 
 
-FIT_MARGIN = 0.9
-"""Share of the time until the fit ends by its own limit that the sweep counts on: the report wants some of it too."""
+FIT_SHARE = 0.25
+"""Share of the time until the fit ends by its own limit (`max_time`) that the sweep may take."""
 
 
 def _shorter(max_seconds: float | None, left: float | None) -> float | None:
-    limits = [limit for limit in (max_seconds, None if left is None else FIT_MARGIN * left) if limit is not None]
+    limits = [limit for limit in (max_seconds, None if left is None else FIT_SHARE * left) if limit is not None]
     return min(limits) if limits else None
 
 
-def _plan_fact(sweep: Sweep, micro_batches: int, shrunk: str | None, no_guard: str | None) -> Plan:
+def _plan_fact(sweep: Sweep, training: Training) -> Plan:
     s = sweep.settings
     return Plan(
         recipes=tuple(card.name for card in sweep.cards),
         baseline=sweep.baseline.name,
         **s.sizes(),
         seed=s.seed,
-        micro_batches=micro_batches,
+        micro_batches=training.micro_batches,
         steps=sweep.total_steps,
-        shrunk=shrunk,
-        no_guard=no_guard,
+        no_guard=None if s.guard_steps else "it was switched off (guard_steps=0)",
+        batches=training.batches,
     )
-
-
-def _why_no_guard(options: Options, fitted: Settings) -> str | None:
-    if fitted.guard_steps:
-        return None
-    if not options.restore:
-        return "the state is not kept (restore=False), so recipes cannot start from the same one"
-    return "the fit is too short for it" if options.settings.guard_steps else "it was switched off (guard_steps=0)"
 
 
 def _why_no_trace() -> str | None:
     if under_nsys():
         return "Nsight Systems is attached, and only one tool can trace the GPU: kernels are in its capture instead"
     return None
+
+
+def _why_no_profiler() -> str | None:
+    if torch._C._autograd._profiler_enabled():
+        return "a profiler of PyTorch's is running already, and a second session would break both"
+    return None
+
+
+def _stopped(error: BaseException) -> tuple[Status, str]:
+    stopped = isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SIGTERMException"
+    name = type(error).__name__
+    return "interrupted" if stopped else "failed", f"{name}: {error}" if str(error) else name
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, Ctrl-C waits: what is being put back is put back whole. Afterwards it comes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[0])
 
 
 def _run_folder(output_dir: str, name: str, processes: Ranks) -> tuple[Path, str | None]:

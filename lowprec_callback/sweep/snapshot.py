@@ -2,13 +2,16 @@
 
 Copies live in host memory, so that they do not show in the memory that recipes are measured by. Values are copied
 back into the objects that hold them (parameters, optimizer state), so that references which others keep stay good.
+
+Here is what PyTorch knows of: parameters, buffers, gradients, modules, optimizer state, random generators. Whatever
+else user code keeps in Python objects is `python_state`'s.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,135 +20,98 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowprec_callback.sweep.python_state import (
+    SNAPSHOTS,
+    KeptMapping,
+    KeptTensor,
+    NotPutBack,
+    PythonState,
+    attempt,
+    has_flat_parameters,
+    is_lazy,
+    local_part,
+    modules_of,
+)
 
-@dataclass
-class _Kept:
-    """A tensor's values on the host; for a tensor subclass that wraps others, those of its parts."""
-
-    tensor: torch.Tensor
-    values: torch.Tensor | None
-    parts: dict[str, Any]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Kept:
-        mine = _shard(tensor)
-        if hasattr(mine, "_quantizer"):
-            # Transformer Engine's quantized parameters: copying them through their own arithmetic would round
-            # again, so their buffers and flags are kept as they are, and their quantizer by reference.
-            parts = {
-                name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                for name, value in vars(mine).items()
-                if isinstance(value, torch.Tensor | bool) or value is None or name == "_quantizer"
-            }
-            return _Kept(tensor, None, parts)
-        return _Kept(tensor, _each_once(mine.detach()).to("cpu", copy=True), {})
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        mine = _shard(self.tensor)
-        if self.values is not None:
-            _each_once(mine.detach()).copy_(self.values)
-            return
-        for name, value in self.parts.items():
-            current = getattr(mine, name, None)
-            if not isinstance(value, torch.Tensor):
-                setattr(mine, name, value)
-            elif isinstance(current, torch.Tensor) and current.shape == value.shape:
-                current.copy_(value)
-            else:
-                setattr(mine, name, value.to(mine.device))
-
-
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is spread over ranks (a DTensor); any other tensor as it is.
-
-    Each rank keeps and puts back its own part: nothing is gathered, and no rank waits for another.
-    """
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part if isinstance(part, torch.Tensor) else tensor
+CHUNK = 1000
+"""Values that are handed on as one list: one that is too long would not be descended into."""
 
 
 def whole_size(model: nn.Module) -> tuple[int, int]:
     """(parameters, bytes) of the whole model, on however many ranks its parameters are spread.
 
     A DTensor counts as the whole that it is a part of. Under FSDP's first version the parameters are views of this
-    rank's part of a flat one, which knows its full size; padding is not counted.
+    rank's part of a flat one, which knows its full size; padding is not counted. Nor is what has no size before a lazy
+    module's first forward.
     """
     flat = {id(p): p for m in model.modules() if (p := getattr(m, "_flat_param", None)) is not None}
     inside = {id(part) for p in flat.values() for part in getattr(p, "_params", None) or ()} | flat.keys()
     sizes = [(p._unpadded_unsharded_size.numel(), p.element_size()) for p in flat.values()]
-    sizes += [(p.numel(), p.element_size()) for p in model.parameters() if id(p) not in inside]
+    sizes += [(p.numel(), p.element_size()) for p in model.parameters() if id(p) not in inside and not is_lazy(p)]
     return sum(count for count, _ in sizes), sum(count * each for count, each in sizes)
 
 
 def rank_bytes(model: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
-    return sum(part.numel() * part.element_size() for part in map(_shard, model.parameters()))
-
-
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions of an expanded one, which cannot be written to."""
-    if tensor.layout is torch.strided:
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-_Table = dict[Any, dict[str, Any]]
-"""An optimizer's entries by parameter and name."""
-
-
-def _tables(optimizer: torch.optim.Optimizer) -> list[_Table]:
-    """The optimizer's state; and the scales by which Transformer Engine's FusedAdam keeps narrow states."""
-    scales = getattr(optimizer, "_scales", None)
-    return [optimizer.state, *([scales] if isinstance(scales, dict) else [])]
+    parts = (local_part(parameter) for parameter in model.parameters() if not is_lazy(parameter))
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 @dataclass
 class _KeptOptimizer:
-    """One optimizer's state by parameter, and its groups' settings."""
+    """One optimizer's state by parameter, and its groups' settings.
+
+    Tensors are copied. Other values are kept by reference: numbers cannot change, and what lists and dicts hold (LBFGS
+    keeps its last directions in lists) is `PythonState`'s, which gets `loose`.
+    """
 
     optimizer: torch.optim.Optimizer
-    tables: list[_Table]
+    name: str
+    tables: dict[str, KeptMapping]
+    """The optimizer's `state`; and the scales by which Transformer Engine's FusedAdam keeps narrow states."""
+    entries: list[KeptMapping]
+    """Each parameter's own table in these."""
+    tensors: list[KeptTensor]
     groups: list[dict[str, Any]]
+    loose: list[Any]
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> _KeptOptimizer:
-        tables = [
-            {
-                parameter: {
-                    key: _Kept.of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                    for key, value in entries.items()
-                }
-                for parameter, entries in table.items()
-            }
-            for table in _tables(optimizer)
-        ]
-        groups = [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in optimizer.param_groups
-        ]
-        return _KeptOptimizer(optimizer, tables, groups)
-
-    def put_back(self) -> None:
-        for current, kept_table in zip(_tables(self.optimizer), self.tables, strict=True):
-            for parameter in [p for p in current if p not in kept_table]:
-                del current[parameter]
-            for parameter, entries in kept_table.items():
-                target = current.setdefault(parameter, {})
-                for key in [k for k in target if k not in entries]:
-                    del target[key]
-                for key, value in entries.items():
-                    if not isinstance(value, _Kept):
-                        target[key] = copy.deepcopy(value)
+    def of(optimizer: torch.optim.Optimizer, name: str) -> _KeptOptimizer:
+        kept = _KeptOptimizer(optimizer, name, {}, [], [], [], [])
+        for table_name in ("state", "_scales"):
+            table = vars(optimizer).get(table_name)
+            if isinstance(table, dict):
+                kept.tables[table_name] = KeptMapping.of(table)
+                for entries in table.values():
+                    if isinstance(entries, dict):
+                        kept.entries.append(KeptMapping.of(entries))
+                        kept._keep(entries.values())
                     else:
-                        value.put_back()
-                        target[key] = value.tensor
+                        kept._keep([entries])
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            kept.groups.append(settings)
+            kept._keep(settings.values())
+        return kept
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(KeptTensor.of(value))
+            else:
+                self.loose.append(value)
+
+    def put_back(self, failed: list[str]) -> None:
+        for name, table in self.tables.items():
+            if vars(self.optimizer).get(name) is not table.target:
+                vars(self.optimizer)[name] = table.target
+        for mapping in (*self.tables.values(), *self.entries):
+            attempt(failed, lambda: f"the state of {self.name}", mapping.put_back)
+        for tensor in self.tensors:
+            attempt(failed, lambda: f"the state of {self.name}", tensor.put_back)
+        attempt(failed, lambda: f"the groups of {self.name}", self._put_groups)
+
+    def _put_groups(self) -> None:
         # A callback may have added groups since (parameters that it unfroze): they are the user's, and stay.
         for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
             for key in [k for k in group if k not in kept and k != "params"]:
@@ -153,24 +119,46 @@ class _KeptOptimizer:
                 # (a schedule that another callback has put in since, and that needs its settings).
                 if isinstance(group[key], int | torch.Tensor):
                     del group[key]
-            for key, value in kept.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = copy.deepcopy(value)
+            group.update(kept)
+
+
+@dataclass
+class _KeptTables:
+    """What one module has registered: its parameters, its buffers, its children."""
+
+    module: nn.Module
+    path: str
+    tables: dict[str, KeptMapping]
+
+    @staticmethod
+    def of(module: nn.Module, path: str, flat: bool) -> _KeptTables:
+        # The first version of FSDP takes parameters out of modules and puts them back as it needs them.
+        names = SNAPSHOTS - {"_parameters"} if flat else SNAPSHOTS
+        tables = {name: vars(module).get(name) for name in sorted(names)}
+        return _KeptTables(module, path, {n: KeptMapping.of(t) for n, t in tables.items() if isinstance(t, dict)})
+
+    def put_back(self) -> None:
+        attributes = vars(self.module)
+        for name, table in self.tables.items():
+            if attributes.get(name) is not table.target:
+                attributes[name] = table.target
+            table.put_back()
 
 
 @dataclass
 class Snapshot:
     """The state of a model, its optimizers, schedulers, loss scaler and all random generators."""
 
-    tensors: list[_Kept]
-    places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]
-    """Where modules hold their buffers: a step may put another tensor there (`self.count = self.count + 1`)."""
-    gradients: list[tuple[torch.Tensor, _Kept | None]]
+    model: nn.Module
+    tensors: dict[str, KeptTensor]
+    """Parameters and buffers with their gradients, by name."""
+    places: list[_KeptTables]
+    """Where they are: a step may put another tensor there (`self.count = self.count + 1`), or another module."""
     optimizers: list[_KeptOptimizer]
     stateful: list[tuple[Any, dict[str, Any]]]
+    """Schedulers and scalers of libraries whose attributes are not ours to copy."""
     training: list[tuple[nn.Module, bool]]
+    python: PythonState
     rng: Rng
 
     @staticmethod
@@ -179,76 +167,94 @@ class Snapshot:
         optimizers: Iterable[torch.optim.Optimizer],
         schedulers: Iterable[Any] = (),
         scaler: Any = None,
-        averages: Iterable[nn.Module] = (),
     ) -> Snapshot:
         """Copy the state to the host.
 
         Args:
-            model: its parameters and buffers, persistent or not.
-            optimizers: PyTorch optimizers.
-            schedulers: anything with `state_dict` and `load_state_dict`.
+            model: all that it holds: parameters and buffers, persistent or not, modules, and any Python object.
+            optimizers: PyTorch optimizers; of parameters, too, that are not in the model.
+            schedulers: of any class; with `state_dict` and `load_state_dict` if it is a library's.
             scaler: a `torch.amp.GradScaler` or None.
-            averages: modules beside the model that follow its weights.
         """
-        owners = (model, *averages)
-        found = {id(t): t for owner in owners for t in (*owner.parameters(), *owner.buffers())}
-        tensors = [_Kept.of(t) for t in found.values()]
-        stateful = [(s, copy.deepcopy(s.state_dict())) for s in (*schedulers, scaler) if s is not None]
+        rng = Rng.take()
+        _reshard(model)
+        modules = modules_of(model)
+        flat = has_flat_parameters(module for _, module in modules)
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            found.setdefault(id(tensor), (name, tensor))
+        named = {f"optimizer {index}": optimizer for index, optimizer in enumerate(optimizers)}
+        for name, optimizer in named.items():
+            for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                found.setdefault(id(parameter), (f"parameter {index} of {name}", parameter))
+        kept_optimizers = [_KeptOptimizer.of(optimizer, name) for name, optimizer in named.items()]
+        helpers = {f"scheduler {index}": scheduler for index, scheduler in enumerate(schedulers)} | {"scaler": scaler}
+        loose = {
+            f"the state of {kept.name}": [kept.loose[at : at + CHUNK] for at in range(0, len(kept.loose), CHUNK)]
+            for kept in kept_optimizers
+        }
         return Snapshot(
-            tensors=tensors,
-            places=[
-                (module._buffers, name, tensor)
-                for module in model.modules()
-                for name, tensor in module._buffers.items()
+            model=model,
+            tensors={name: KeptTensor.of(tensor) for name, tensor in found.values()},
+            places=[_KeptTables.of(module, path, flat) for path, module in modules],
+            optimizers=kept_optimizers,
+            stateful=[
+                (helper, copy.deepcopy(helper.state_dict()))
+                for helper in helpers.values()
+                if helper is not None and not PythonState.follows(helper)
             ],
-            gradients=[(p, None if p.grad is None else _Kept.of(p.grad)) for p in model.parameters()],
-            optimizers=[_KeptOptimizer.of(optimizer) for optimizer in optimizers],
-            stateful=stateful,
-            training=[(module, module.training) for module in model.modules()],
-            rng=Rng.take(),
-        )
-
-    def again(self) -> Snapshot:
-        """A copy of the present state of the same objects."""
-        return Snapshot(
-            tensors=[_Kept.of(kept.tensor) for kept in self.tensors],
-            places=[(holder, name, holder.get(name)) for holder, name, _ in self.places],
-            gradients=[(p, None if p.grad is None else _Kept.of(p.grad)) for p, _ in self.gradients],
-            optimizers=[_KeptOptimizer.of(kept.optimizer) for kept in self.optimizers],
-            stateful=[(owner, copy.deepcopy(owner.state_dict())) for owner, _ in self.stateful],
-            training=[(module, module.training) for module, _ in self.training],
-            rng=Rng.take(),
+            training=[(module, module.training) for _, module in modules],
+            python=PythonState.take({"model": model, **named, **helpers, **loose}),
+            rng=rng,
         )
 
     @property
     def nbytes(self) -> int:
         """Host memory that the tensors take."""
-        states = (v for o in self.optimizers for table in o.tables for e in table.values() for v in e.values())
-        kept = [*self.tensors, *(gradient for _, gradient in self.gradients), *states]
-        return sum(
-            k.values.nbytes if k.values is not None else sum(getattr(v, "nbytes", 0) for v in k.parts.values())
-            for k in kept
-            if isinstance(k, _Kept)
-        )
+        kept = [*self.tensors.values(), *(tensor for optimizer in self.optimizers for tensor in optimizer.tensors)]
+        return sum(tensor.nbytes for tensor in kept) + self.python.nbytes
+
+    @property
+    def unkept(self) -> tuple[str, ...]:
+        """See `PythonState`."""
+        return self.python.unkept
 
     def restore(self) -> tuple[str, ...]:
-        """Put everything back; returns what was put back, in words."""
-        for kept in self.tensors:
-            kept.put_back()
-        for holder, name, tensor in self.places:
-            holder[name] = tensor
-        for parameter, gradient in self.gradients:
-            if gradient is not None:
-                gradient.put_back()
-            parameter.grad = None if gradient is None else gradient.tensor
+        """Put everything back; returns what was put back, in words. May be called again and again.
+
+        Raises:
+            NotPutBack: names what could not be put back. All the rest is.
+        """
+        failed: list[str] = []
+        attempt(failed, lambda: "FSDP's shards", lambda: _reshard(self.model))
+        attempt(failed, lambda: "Python's state", self.python.restore)
+        for tables in self.places:
+            attempt(failed, lambda: f"the contents of {tables.path or 'the model'}", tables.put_back)  # noqa: B023
+        for name, tensor in self.tensors.items():
+            attempt(failed, lambda: name, tensor.put_back)  # noqa: B023
         for optimizer in self.optimizers:
-            optimizer.put_back()
-        for stateful, state in self.stateful:
-            stateful.load_state_dict(copy.deepcopy(state))
+            optimizer.put_back(failed)
+        for helper, state in self.stateful:
+            put: Callable[[], Any] = lambda: helper.load_state_dict(copy.deepcopy(state))  # noqa: B023, E731
+            attempt(failed, lambda: f"the state of {type(helper).__name__}", put)  # noqa: B023
         for module, mode in self.training:
-            module.training = mode
-        self.rng.restore()
+            if module.training is not mode:
+                module.training = mode
+        attempt(failed, lambda: "random generators", self.rng.restore)
+        if failed:
+            raise NotPutBack(failed)
         return ("parameters and buffers", "optimizer", "learning-rate schedulers and loss scaler", "random generators")
+
+
+def _reshard(model: nn.Module) -> None:
+    """Of modules under FSDP's `fully_shard`, let each rank hold its own part of the parameters only.
+
+    After an evaluation, or a step that broke off, whole parameters stand in their place for a while. They are copies,
+    which FSDP frees when it likes.
+    """
+    for _, module in modules_of(model):
+        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def forget_gradients(model: nn.Module) -> None:
@@ -256,7 +262,7 @@ def forget_gradients(model: nn.Module) -> None:
 
     A loss scaler insists on at least one gradient; so where there are none, all become zero.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
     having = [parameter for parameter in trained if parameter.grad is not None]
     for parameter in having or trained:
         parameter.grad = torch.zeros_like(parameter)

@@ -7,24 +7,27 @@ Written against Lightning's public attributes, and by names instead of classes: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.profiler import emit_nvtx
 
 from lowprec_callback.engines.base import class_name
 from lowprec_callback.sweep.ranks import ranks_of
 from lowprec_callback.sweep.session import Training
-from lowprec_callback.trainer.step_window import StepWindow
 
 
-def training_of(trainer: Any, module: Any, window: StepWindow) -> Training:
-    """Everything about this fit that a session wants. `window` is the one that its batches will be counted in."""
+def training_of(trainer: Any, module: Any, batches: str, folder: str) -> Training:
+    """Everything about this fit that a session wants.
 
-    def left_now() -> int | None:
-        batches = None if module.automatic_optimization else window.batches
-        return steps_left(trainer, window.increments, batches)
-
+    Args:
+        trainer: its Trainer.
+        module: its LightningModule.
+        batches: those that the sweep's steps use, in words.
+        folder: from `folder_of`.
+    """
     return Training(
         model=module,
         device=module.device,
@@ -32,39 +35,57 @@ def training_of(trainer: Any, module: Any, window: StepWindow) -> Training:
         optimizers=trainer.optimizers,
         schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
         scaler=getattr(trainer.precision_plugin, "scaler", None),
-        steps_left=steps_left(trainer, per_step=1 if module.automatic_optimization else len(trainer.optimizers)),
         micro_batches=trainer.accumulate_grad_batches,
-        other_progress_bar=trainer.progress_bar_callback is not None,
+        batches=batches,
+        rich_display="Rich" in type(trainer.progress_bar_callback).__name__,
+        folder=folder,
+        no_profiler=profiler_of(trainer),
         speaks=trainer.is_global_zero,
         processes=ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size),
         holder=trainer.strategy.model,
-        averages=averages(trainer.callbacks),
         seconds_left=seconds_left(trainer),
-        steps_left_now=left_now,
     )
 
 
-def steps_left(trainer: Any, per_step: int = 1, batches_per_step: int | None = None) -> int | None:
-    """Optimizer steps (as the sweep counts them) until the fit ends; None if no end is known.
+def folder_of(trainer: Any) -> str:
+    """Where run folders go, as with Lightning's own profilers: below the logger's folder, else the Trainer's root.
+
+    Every rank must call it: Lightning asks rank zero.
+    """
+    return str(Path(trainer.log_dir or trainer.default_root_dir) / "lowprec")
+
+
+def profiler_of(trainer: Any) -> str | None:
+    """Which profiler of PyTorch's the user has attached, as a reason to open none beside it; None if none."""
+    profiler = trainer.profiler
+    if any(cls.__name__ == "PyTorchProfiler" for cls in type(profiler).__mro__):
+        return "Lightning's PyTorchProfiler is attached, and a second session beside it would break both"
+    for owner in (*trainer.callbacks, trainer.lightning_module, trainer.datamodule):
+        for name, value in vars(owner).items() if owner is not None else ():
+            if isinstance(value, torch.profiler.profile | torch.autograd.profiler.profile | emit_nvtx):
+                kind = type(value).__name__
+                return (
+                    f"{type(owner).__name__}.{name} is a {kind} of PyTorch's, and a second session beside it would "
+                    f"break both"
+                )
+    return None
+
+
+def steps_of_fit(trainer: Any, per_step: int = 1) -> int | None:
+    """Optimizer steps (as the sweep counts them) from here until the fit ends; None if no end is known.
 
     Args:
-        trainer: at the end of a step, or before the first.
+        trainer: before its first step.
         per_step: what `global_step`, and with it `max_steps`, grows by in one of our steps.
-        batches_per_step: batches in one of our steps; None for what the Trainer accumulates.
     """
     ends: list[int] = []
     if trainer.max_steps != -1:
         ends.append((trainer.max_steps - trainer.global_step) // max(1, per_step))
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     if epochs is not None and epochs != -1 and not math.isinf(batches):
-        if batches_per_step is None:
-            # The last window of an epoch is shorter, and is a step all the same.
-            total = math.ceil(batches / trainer.accumulate_grad_batches) * epochs
-            ends.append(total - trainer.global_step // max(1, per_step))
-        else:
-            # fit_loop counts from -1: the index of the last batch over all epochs.
-            done = trainer.fit_loop.total_batch_idx + 1
-            ends.append((int(batches) * epochs - done) // max(1, batches_per_step))
+        # The last window of an epoch is shorter, and is a step all the same.
+        total = math.ceil(batches / trainer.accumulate_grad_batches) * epochs
+        ends.append(total - trainer.global_step // max(1, per_step))
     return max(0, min(ends)) if ends else None
 
 
@@ -89,16 +110,6 @@ def refusal(trainer: Any, module: nn.Module) -> str | None:
             f"the kernels of the recipe that it was captured in, whatever recipe is asked for; nothing was profiled: "
             f"profile before capturing"
         )
-    every = trainer.val_check_batch if getattr(trainer, "enable_validation", False) else math.inf
-    if (
-        every <= trainer.accumulate_grad_batches
-        and (trainer.check_val_every_n_epoch or 1) == 1
-        and (trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined())
-    ):
-        return (
-            "evaluation runs inside every optimizer step (val_check_interval), so that none could be timed without it; "
-            "nothing was profiled: profile with a longer val_check_interval, or with limit_val_batches=0"
-        )
     return None
 
 
@@ -113,10 +124,3 @@ def graphed_modules(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if "make_graphed" in getattr(vars(module).get("forward"), "__qualname__", "")
     ]
-
-
-def averages(callbacks: Iterable[Any]) -> list[nn.Module]:
-    """Modules that other callbacks keep beside the model (moving averages of its weights), which the sweep's steps
-    would change.
-    """
-    return [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
