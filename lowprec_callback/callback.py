@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -252,7 +253,7 @@ class LowPrecisionProfiler(Callback):
         ranks, what one cannot prepare, all leave out; an exception in the middle of a step ends the process, as in
         training, because the others wait for this one there.
         """
-        rng = Rng.take()
+        rng, variables = Rng.take(), dict(os.environ)
         source: Source | None = None
         reason: str | None = None
         try:
@@ -285,6 +286,7 @@ class LowPrecisionProfiler(Callback):
                 with suppress(Exception):
                     source.close()
             rng.restore()
+            _put_environment_back(variables)
             if self.session is not None and not self.session.sweep.not_put_back:
                 with Rng.kept():
                     self.session.show()
@@ -317,6 +319,15 @@ class LowPrecisionProfiler(Callback):
 
 class _Refused(Exception):
     """A fit that cannot be profiled as it stands."""
+
+
+def _put_environment_back(variables: Mapping[str, str]) -> None:
+    """The process's environment, in which libraries leave words for themselves."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _ranks(trainer: Trainer) -> Ranks:

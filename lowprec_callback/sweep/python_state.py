@@ -191,7 +191,7 @@ class KeptTensor:
             if self.leaf and tensor.grad_fn is not None:
                 tensor.detach_()  # `self.total += loss` on a plain tensor draws it into the graph
             if tensor.requires_grad != self.requires_grad:
-                tensor.requires_grad_(self.requires_grad)
+                tensor.requires_grad = self.requires_grad
             if gradient is not None:
                 gradient.put_back()
                 if tensor.grad is not gradient.tensor:
@@ -631,11 +631,11 @@ class _KeptCell:
     def put_back(self, restoring: _Restoring) -> None:
         (value,) = restoring.fresh(self.values, self.moving)
         now = _cell_contents(self.cell)
-        if now is value or _is_own(value) or _is_own(now):
+        if now is value or (now is not _ABSENT and _is_own(now)):
             return
         if value is _ABSENT:
             del self.cell.cell_contents
-        else:
+        elif not _is_own(value):
             self.cell.cell_contents = value
 
 
@@ -693,7 +693,8 @@ def _attributes_of(obj: Any) -> dict[str, Any] | None:
     for cls in type(obj).__mro__:
         slot = cls.__dict__.get("__dict__")
         if slot is not None:
-            found = slot.__get__(obj) if type(slot) is types.GetSetDescriptorType else None
+            builtin = type(slot) in (types.GetSetDescriptorType, types.MemberDescriptorType)
+            found = slot.__get__(obj) if builtin else None
             return found if isinstance(found, dict) else None
     return None
 
@@ -780,6 +781,9 @@ _ATOMS = frozenset(
 )
 """Types of values that cannot change and lead nowhere."""
 
+_FILE = io.IOBase.__mro__[1]
+"""What all files are made from; `io.IOBase` itself only registers the builtin ones."""
+
 _CURSOR_METHODS = ("fetchone", "fetchmany")
 
 
@@ -864,7 +868,7 @@ def _kind_of(cls: type) -> tuple[_Kind, Any]:
         return _Kind.UNKEPT, "queue"
     if socket.socket in mro:
         return _Kind.UNKEPT, "socket"
-    if io.IOBase in mro:
+    if _FILE in mro:
         return _Kind.FILE, None
     return _kind_of_holder(cls)
 
@@ -978,12 +982,10 @@ class _Walk:
             self._tree[id(module)] = flattened
             attributes = _attributes_of(module) or {}
             for table in ("_parameters", "_buffers"):
-                for tensor in _values(attributes.get(table)):
-                    if torch.Tensor in type(tensor).__mro__:
-                        self._owned[id(tensor)] = tensor
-                        gradient = tensor.grad if tensor.is_leaf else None
-                        if gradient is not None:
-                            self._owned[id(gradient)] = gradient
+                tensors = [each for each in _values(attributes.get(table)) if torch.Tensor in type(each).__mro__]
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradients = [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+                self._owned.update((id(each), each) for each in (*tensors, *gradients))
 
     # -- meeting an object: what is worth a visit waits in line
 
@@ -1108,10 +1110,10 @@ class _Walk:
 
     def _visit_tensor(self, found: _Found) -> None:
         tensor: torch.Tensor = found.value
-        if id(tensor) in self._owned or not _can_be_kept(tensor):
+        if id(tensor) in self._owned:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            if not is_lazy(tensor) and self._lies_in_owned(local_part(tensor)):
+            if not _can_be_kept(tensor) or (not is_lazy(tensor) and self._lies_in_owned(local_part(tensor))):
                 return
             self.kept.append(_KeptPlainTensor(found.place, KeptTensor.of(tensor)))
         self._visit_tensor_attributes(found, tensor)

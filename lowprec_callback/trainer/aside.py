@@ -40,7 +40,7 @@ class _Loops:
             vars(loop).clear()
             vars(loop).update(attributes)
         for counter, before in self._counters:
-            vars(counter).update(copy.deepcopy(vars(before)))
+            counter.__dict__.update(copy.deepcopy(before.__dict__))
 
 
 def muted_logger(trainer: Any, logger: Any) -> Any:

@@ -1,66 +1,41 @@
-"""Whose exception it is: a library's, or the user's own."""
+"""Whether an exception in the user's step is our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lowprec_callback.failures import in_words
-from lowprec_callback.sweep.fault import raised_by_library
+from lowprec_callback.measure.scopes import ModuleScopes
+from lowprec_callback.sweep.fault import passed_through_us
 
 
-def product() -> None:
-    _ = torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-def layer() -> None:
-    nn.Linear(2, 3)(torch.ones(4, 4))
-
-
-def not_in_bf16() -> None:
-    torch.linalg.inv(torch.eye(2, dtype=torch.bfloat16))
-
-
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("tried to allocate")
-
-
-def own() -> None:
-    raise RuntimeError("the user's")
-
-
-def own_assert() -> None:
-    assert torch.ones(1).sum() == 2, "the user's"
-
-
-def own_key() -> None:
-    _ = {}["key"]  # type: ignore[var-annotated]
-
-
-def raised_by(do: Callable[[], None]) -> Exception:
+def caught_from(do: Callable[[], Any]) -> Exception:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         do()
     return caught.value
 
 
-@pytest.mark.parametrize("do", [product, layer, not_in_bf16, out_of_memory])
-def test_a_librarys(do: Callable[[], None]) -> None:
-    assert raised_by_library(raised_by(do))
+def test_a_hook_of_ours_on_the_users_module_is_ours() -> None:
+    def fail(_scope: Any) -> None:
+        raise RuntimeError("planted in a listener")
+
+    module = nn.ModuleDict({"layer": nn.Linear(2, 3)})
+    scopes = ModuleScopes({"layer": module["layer"]}, fail, lambda _scope: None)
+    with scopes.installed():
+        error = caught_from(lambda: module["layer"](torch.ones(1, 2)))
+    assert "planted" in str(error)
+    assert passed_through_us(error)
 
 
-@pytest.mark.parametrize("do", [own, own_assert, own_key])
-def test_the_users(do: Callable[[], None]) -> None:
-    assert not raised_by_library(raised_by(do))
-
-
-def test_what_ends_a_process_is_nobodys_fault() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught:
-        raise KeyboardInterrupt
-    assert not raised_by_library(caught.value)
-    assert not raised_by_library(RuntimeError("never raised"))
+@pytest.mark.parametrize("do", [lambda: torch.ones(2, 3) @ torch.ones(2, 3), lambda: {}["key"]])
+def test_the_users_own_and_a_librarys_are_not(do: Callable[[], Any]) -> None:
+    assert not passed_through_us(caught_from(do))
+    assert not passed_through_us(RuntimeError("never raised"))
 
 
 def test_in_words() -> None:

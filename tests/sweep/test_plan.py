@@ -1,4 +1,4 @@
-"""The plan: what fits into a fit, what gives way when it does not, and what the user is told."""
+"""The plan: what fits into the time there is, what gives way when it does not, and what the user is told."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from lowprec_callback.sweep.plan import (
     GUARD_SETTLE,
+    LEAD_STEPS,
     LEAST_TIMED,
     SETTLING,
     Fitted,
     PlanError,
     Settings,
-    fit,
     fit_rest,
+    fit_time,
     order_of_rounds,
 )
 
@@ -35,21 +36,16 @@ settings_of_any_size = st.builds(
 )
 
 
-@given(settings_of_any_size, st.integers(1, 6), st.integers(-3, 1500))
-def test_a_plan_fits_or_nothing_does(asked: Settings, recipes: int, available: int) -> None:
-    if SMALLEST.steps(recipes) > available:
-        with pytest.raises(PlanError) as caught:
-            fit(asked, recipes, available)
-        sentence = str(caught.value)
-        if available > 0:
-            assert f"{available} training step" in sentence
-            assert str(SMALLEST.steps(recipes)) in sentence
-        else:
-            assert "no training steps" in sentence
-        return
+def fit(asked: Settings, recipes: int, steps: int) -> Fitted:
+    """Into as many seconds as so many steps take, each of them one second long."""
+    return fit_time(asked, recipes, steps - LEAD_STEPS, 1.0, 1.0)
+
+
+@given(settings_of_any_size, st.integers(1, 6), st.integers(3, 1500))
+def test_a_plan_fits_or_is_the_smallest(asked: Settings, recipes: int, available: int) -> None:
     fitted = fit(asked, recipes, available)
     got = fitted.settings
-    assert got.steps(recipes) <= available
+    assert got.steps(recipes) <= available or got == replace(SMALLEST, seed=asked.seed, max_rounds=asked.max_rounds)
     assert all(getattr(got, name) <= getattr(asked, name) for name in SIZES)
     assert got.seed == asked.seed
     assert (fitted.shrunk is None) == (got == asked)
@@ -59,25 +55,17 @@ def test_a_plan_fits_or_nothing_does(asked: Settings, recipes: int, available: i
         else:
             assert f"{name} " not in (fitted.shrunk or "")
     if fitted.shrunk:
-        assert str(available) in fitted.shrunk
-        assert str(asked.steps(recipes)) in fitted.shrunk
         _, _, costs = fitted.shrunk.partition("What this costs: ")
         assert costs
 
 
-@given(settings_of_any_size, st.integers(1, 6))
-def test_without_an_end_nothing_is_cut(asked: Settings, recipes: int) -> None:
-    assert fit(asked, recipes, None) == Fitted(asked, None, spare=None)
-    assert fit(asked, recipes, asked.steps(recipes) + 7) == Fitted(asked, None, spare=7)
-    assert fit(asked, recipes, None).settings is asked
-
-
-@given(settings_of_any_size, st.integers(1, 6), st.integers(1, 300))
-def test_more_steps_never_make_a_smaller_plan(asked: Settings, recipes: int, available: int) -> None:
+@given(settings_of_any_size, st.integers(1, 6), st.integers(0, 300))
+def test_more_time_never_makes_a_smaller_plan(asked: Settings, recipes: int, available: int) -> None:
     available = max(available, SMALLEST.steps(recipes))
     fewer = fit(asked, recipes, available).settings
     more = fit(asked, recipes, available + 1).settings
     assert more.steps(recipes) >= fewer.steps(recipes)
+    assert fit(asked, recipes, asked.steps(recipes)) == Fitted(asked, None)
 
 
 def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
@@ -113,20 +101,6 @@ def test_each_cut_has_its_price(available: int, sentence: str) -> None:
     shrunk = fit(Settings(), 2, available).shrunk
     assert shrunk is not None
     assert sentence in shrunk
-
-
-@pytest.mark.parametrize("available", [0, -1])
-def test_a_fit_of_no_steps(available: int) -> None:
-    with pytest.raises(PlanError, match="the fit has no training steps, so there is nothing to profile"):
-        fit(Settings(), 2, available)
-
-
-def test_a_fit_that_is_too_short_says_what_would_help() -> None:
-    with pytest.raises(PlanError) as caught:
-        fit(Settings(), 1, 1)
-    assert str(caught.value) == (
-        "the fit has 1 training step left; the smallest plan for 1 recipe takes 6: train longer, or name fewer recipes"
-    )
 
 
 @pytest.mark.parametrize(

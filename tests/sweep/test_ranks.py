@@ -155,8 +155,8 @@ def found(able: list[str], refused: dict[str, tuple[str, str]] | None = None, **
         "why_engine": "no TE layer",
         "able": able,
         "refused": refused or {},
-        "steps_left": None,
         "no_trace": None,
+        "no_profiler": None,
         "nvtx": False,
     }
     return {**fields, **more}
@@ -177,15 +177,15 @@ def test_a_recipe_runs_only_where_all_can_run_it() -> None:
     }
 
 
-def test_the_plan_is_that_of_the_rank_with_the_least() -> None:
+def test_what_one_rank_may_not_attach_none_does() -> None:
     agreed = agree(
         [
-            found(["bf16"], steps_left=None),
-            found(["bf16"], steps_left=40, host="b", no_trace="Nsight is attached", nvtx=True),
-            found(["bf16"], steps_left=70),
+            found(["bf16"]),
+            found(["bf16"], host="b", no_trace="Nsight is attached", nvtx=True),
+            found(["bf16"], host="c", no_trace="a profiler runs", no_profiler="a profiler runs"),
         ]
     )
-    assert agreed == Agreed(["bf16"], {}, 40, "rank 1 (b): Nsight is attached", True)
+    assert agreed == Agreed(["bf16"], {}, "rank 1 (b): Nsight is attached", "rank 2 (c): a profiler runs", True)
 
 
 def test_ranks_with_different_engines_do_not_start() -> None:
@@ -219,7 +219,7 @@ def test_the_lowest_rank_with_a_reason_is_named() -> None:
 
 
 def test_what_travels_is_what_is_found() -> None:
-    fields = found(["bf16"], {"fp8": ("x", "y")}, steps_left=3)
+    fields = found(["bf16"], {"fp8": ("x", "y")})
     assert Found(**fields).refused["fp8"] == ("x", "y")
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torchmetrics import MeanMetric
 
-from lowprec_callback.sweep.snapshot import Rng, Snapshot
+from lowprec_callback.sweep.python_state import NotPutBack
+from lowprec_callback.sweep.snapshot import Rng, Snapshot, forget_gradients, rank_bytes, whole_size
 
 
 class Net(nn.Module):
@@ -71,7 +75,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, schedule
 def bits(value: Any) -> Any:
     """A value with every tensor as its bytes, so that NaNs compare too."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        dense = value.to_dense() if value.is_sparse else value
+        raw = dense.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), raw
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
@@ -391,3 +396,533 @@ def test_generators_are_kept_through_an_exception() -> None:
     assert random.getstate() == before.python
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), before.numpy, strict=True))
     assert torch.equal(torch.get_rng_state(), before.torch_cpu)
+
+
+# -- whole trainings: with a sweep before them and without
+
+
+@dataclass
+class Training:
+    """A model, how it is trained, and what it has computed."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Any]
+    scheduler: Any = None
+    scaler: Any = None
+    more: Callable[[], Any] = lambda: None
+    losses: list[Any] = field(default_factory=list)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.losses.append(bits(self.step()))
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def taken(self) -> Snapshot:
+        return Snapshot.take(self.model, [self.optimizer], [self.scheduler] if self.scheduler else [], self.scaler)
+
+    def result(self) -> Any:
+        states = [bits(dict(entries)) for entries in self.optimizer.state.values()]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        scaled = self.scaler.state_dict() if self.scaler is not None else None
+        modules = [(name, type(module)) for name, module in self.model.named_modules()]
+        return self.losses, all_of(self.model), states, bits(groups), scaled, modules, bits(self.more())
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Callable[[], torch.Tensor]) -> Any:
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.LazyConv2d(3, 2)
+        self.first = nn.LazyLinear(6)
+        self.norm = nn.LazyBatchNorm1d()
+        self.last = nn.Sequential(nn.Dropout(0.5), nn.LazyLinear(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.norm(self.first(self.convolution(x).flatten(1))))
+        return y
+
+
+def lazy() -> Training:
+    model = Lazy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return Training(model, optimizer, plain_step(model, optimizer, lambda: torch.randn(4, 1, 3, 3)))
+
+
+def lbfgs() -> Training:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=2)
+
+    def step() -> Any:
+        x = torch.randn(5, 3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return Training(model, optimizer, step)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.table(x)
+        return y
+
+
+def sparse() -> Training:
+    model = Words()
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    return Training(model, optimizer, plain_step(model, optimizer, lambda: torch.randint(0, 9, (4,))))
+
+
+def scaled() -> Training:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    calls = 0
+
+    def step() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(4, 3)).square().mean()
+        scaler.scale(loss).backward()
+        if calls == 4:
+            model.weight.grad.fill_(float("inf"))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    model.training_step = step  # where a LightningModule has it
+    return Training(model, optimizer, step, scaler=scaler)
+
+
+class Counts(nn.Module):
+    """Everything that people do in a `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls, self.losses = 0, []
+        self.average = {"weight": self.layer.weight.detach().clone()}
+        self.noise = np.random.default_rng(3)
+        self.metric = MeanMetric()
+        self.metric.persistent(False)
+        self.cache: dict[int, torch.Tensor] = {}
+        self.temperature = 1.0
+        self.draw = self.drawing()
+
+    @staticmethod
+    def drawing() -> Callable[[], float]:
+        seen = 0.0
+
+        def draw() -> float:
+            nonlocal seen
+            seen += 0.25
+            return seen
+
+        return draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.temperature *= 0.9
+        factor = self.cache.setdefault(self.calls // 3, torch.tensor(float(self.noise.random())))
+        y: torch.Tensor = self.layer(x) * factor * self.temperature + self.draw()
+        self.average["weight"].lerp_(self.layer.weight.detach(), 0.5)
+        self.losses.append(y.detach().mean())
+        self.metric.update(y.detach().mean())
+        if self.calls == 3:
+            self.layer.bias.requires_grad_(False)
+        return y + 0.1 * torch.stack(self.losses).mean()
+
+
+def counts() -> Training:
+    model = Counts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=30)
+    step = plain_step(model, optimizer, lambda: torch.randn(4, 3))
+    return Training(
+        model,
+        optimizer,
+        step,
+        scheduler,
+        more=lambda: [
+            model.calls,
+            model.losses,
+            model.average,
+            model.metric.compute(),
+            model.metric._update_count,
+            model.temperature,
+            list(model.cache.values()),
+            [parameter.requires_grad for parameter in model.parameters()],
+        ],
+    )
+
+
+class Grows(nn.Module):
+    """Registers, replaces and reorders parameters, buffers and modules in its first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            self.scale = nn.Parameter(torch.rand(3))
+            self.register_buffer("shift", torch.rand(3))
+        if self.calls == 2:
+            first = self.first
+            del self.first
+            self.middle = nn.Linear(3, 3)
+            self.first = first
+            self.last.bias = None
+        for module in self.children():
+            x = module(x)
+        return x * self.scale + self.shift
+
+
+def grows() -> Training:
+    model = Grows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, optimizer, plain_step(model, optimizer, lambda: torch.randn(4, 3)))
+
+
+TRAININGS = [lazy, lbfgs, sparse, scaled, counts, grows]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("make", TRAININGS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("warm", [0, 2])
+def test_a_training_is_the_same_with_and_without_a_sweep_before_it(make: Callable[[], Training], warm: int) -> None:
+    def seeded() -> Training:
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        return make()
+
+    alone = seeded()
+    alone.run(warm + 6)
+
+    swept = seeded()
+    swept.run(warm)
+    snapshot, losses = swept.taken(), list(swept.losses)
+    for steps in (1, 5, 2):
+        swept.run(steps)
+        snapshot.restore()
+    swept.losses = losses
+    swept.run(6)
+    assert swept.result() == alone.result()
+    assert snapshot.unkept == ()
+
+
+def test_the_promise_needs_the_snapshot() -> None:
+    """That the comparison above sees something: without `restore` all of them differ."""
+    for make in TRAININGS:
+        if make is lazy:
+            continue
+        results = []
+        for extra in (0, 3):
+            torch.manual_seed(0), np.random.seed(0)
+            training = make()
+            training.run(extra)
+            training.losses.clear()
+            training.run(2)
+            results.append(training.result())
+        assert results[0] != results[1]
+
+
+# -- lazy modules
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_parameters_have_no_shape_again() -> None:
+    model = Lazy().to(torch.bfloat16)
+    model.first.weight.requires_grad_ = None  # nobody may call it: a lazy parameter refuses
+    optimizer = torch.optim.Adam(model.parameters())
+    parameters = list(model.parameters())
+    snapshot = Snapshot.take(model, [optimizer])
+    for _ in range(2):
+        model(torch.randn(4, 1, 3, 3, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        assert type(model.first) is nn.Linear
+        snapshot.restore()
+        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+        assert all(type(p) is UninitializedParameter and p.data.dtype == torch.bfloat16 for p in parameters)
+        assert all(p.grad is None and p.requires_grad for p in parameters)
+        assert type(model.norm.running_mean) is UninitializedBuffer
+        assert type(model.norm) is nn.LazyBatchNorm1d
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["params"][0] is parameters[0]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_what_has_no_size_yet_counts_nothing() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    assert whole_size(model) == (6, 24)
+    assert rank_bytes(model) == 24
+    assert Snapshot.take(model, []).nbytes == 24
+    forget_gradients(model)
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad is not None
+
+
+# -- modules, parameters, optimizers
+
+
+def test_what_a_step_registers_and_replaces_is_as_it_was_in_place(net: Net) -> None:
+    tables = {id(module): (module._parameters, module._buffers, module._modules) for module in net.modules()}
+    before = [[(key, id(value)) for key, value in table.items()] for three in tables.values() for table in three]
+    modules = list(net.modules())
+    snapshot = Snapshot.take(net, [])
+    net.first.weight = nn.Parameter(torch.zeros(6, 4))
+    net.first.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    net.last = nn.Linear(1, 1)
+    net.add_module("new", nn.ReLU())
+    net.drop = net.__dict__["_modules"].pop("drop")  # now the last one
+    net.register_buffer("more", torch.zeros(1))
+    net._buffers = dict(net._buffers)
+    net.norm.register_forward_hook(lambda *_: None)
+    snapshot.restore()
+    assert list(net.modules()) == modules
+    for module in modules:
+        for now, then in zip((module._parameters, module._buffers, module._modules), tables[id(module)], strict=True):
+            assert now is then
+    after = [[(key, id(value)) for key, value in table.items()] for three in tables.values() for table in three]
+    assert after == before
+    assert not net.norm._forward_hooks
+
+
+def test_under_the_first_fsdp_parameters_are_where_fsdp_puts_them() -> None:
+    net = nn.Linear(2, 2)
+    net._handle = type("FlatParamHandle", (), {})()
+    snapshot = Snapshot.take(net, [])
+    moved = net._parameters.pop("weight")
+    net.register_buffer("late", torch.zeros(1))
+    snapshot.restore()
+    assert list(net._parameters) == ["bias"]
+    assert moved.shape == (2, 2)
+    assert not net._buffers
+
+
+def test_what_trains(net: Net) -> None:
+    snapshot = Snapshot.take(net, [])
+    net.first.requires_grad_(False)
+    net.frozen.requires_grad_(True)
+    snapshot.restore()
+    assert net.first.weight.requires_grad
+    assert not net.frozen.weight.requires_grad
+
+
+def test_a_buffer_that_was_drawn_into_the_graph(net: Net) -> None:
+    snapshot = Snapshot.take(net, [])
+    net.scratch += net.low.sum()
+    snapshot.restore()
+    assert not net.scratch.requires_grad
+    assert net.scratch.grad_fn is None
+
+
+def test_a_parameter_whose_data_was_exchanged_has_data_as_it_was(net: Net) -> None:
+    weight, before = net.first.weight, bits([net.first.weight, net.low])
+    net(torch.randn(8, 4)).sum().backward()
+    gradient = bits(weight.grad)
+    snapshot = Snapshot.take(net, [])
+    weight.grad = None
+    weight.data = torch.zeros(2, 2)
+    net.low.data = net.low.data.double()
+    net.last.weight.untyped_storage().resize_(0)
+    last = bits(snapshot.tensors["last.weight"].values)
+    snapshot.restore()
+    assert net.first.weight is weight
+    assert bits([weight, net.low]) == before
+    assert bits(weight.grad) == gradient
+    assert bits(net.last.weight) == last
+
+
+def test_parameters_that_only_the_optimizer_knows() -> None:
+    net, hidden = nn.Linear(1, 1), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*net.parameters(), hidden], lr=1.0)
+    snapshot = Snapshot.take(net, [optimizer])
+    hidden.grad = torch.ones(2)
+    optimizer.step()
+    snapshot.restore()
+    assert hidden.tolist() == [1, 1]
+    assert hidden.grad is None
+
+
+def test_an_optimizer_that_loads_a_state_in_a_step(net: Net) -> None:
+    optimizer = adamw(net)
+    train(net, optimizer, 2)
+    table, before = optimizer.state, bits(optimizer.state_dict())
+    order = list(table)
+    snapshot = Snapshot.take(net, [optimizer])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(net, optimizer, 1)
+    snapshot.restore()
+    assert optimizer.state is table
+    assert all(one is other for one, other in zip(table, order, strict=True))
+    assert bits(optimizer.state_dict()) == before
+
+
+def test_state_in_lists_is_the_same_lists_again() -> None:
+    training = lbfgs()
+    training.run(3)
+    (entries,) = training.optimizer.state.values()
+    directions, before = entries["old_dirs"], bits(entries["old_dirs"])
+    held = list(directions)
+    snapshot = training.taken()
+    for direction in directions:
+        direction.zero_()
+    training.run(2)
+    training.optimizer._numel_cache = -1
+    snapshot.restore()
+    assert entries["old_dirs"] is directions
+    assert all(one is other for one, other in zip(directions, held, strict=True))
+    assert bits(directions) == before
+    assert training.optimizer._numel_cache == 21
+
+
+def test_what_schedulers_and_optimizers_note_on_themselves(net: Net) -> None:
+    optimizer = sgd(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    snapshot = Snapshot.take(net, [optimizer], [scheduler])
+    assert not hasattr(optimizer, "_opt_called")
+    train(net, optimizer, 2, scheduler)
+    snapshot.restore()
+    assert not hasattr(optimizer, "_opt_called")
+    assert (scheduler._step_count, scheduler.last_epoch) == (1, 0)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):  # as it says in a fresh run
+        scheduler.step()
+
+
+def test_a_scaler_whose_step_broke_off() -> None:
+    training = scaled()
+    snapshot = training.taken()
+    scaler, optimizer, model = training.scaler, training.optimizer, training.model
+    for warm in range(2):
+        table, scale, tracker = scaler._per_optimizer_states, scaler._scale, scaler._growth_tracker
+        before = scaler.state_dict()
+        scaler.scale(model(torch.randn(4, 3)).mean()).backward()
+        scaler.unscale_(optimizer)  # the step ends here: a second `unscale_` would raise
+        snapshot.restore()
+        assert (scaler._scale, scaler._growth_tracker) == (scale, tracker)
+        assert scaler._per_optimizer_states is table
+        assert not table
+        assert scaler.state_dict() == before
+        training.run(1)
+        if not warm:
+            assert scaler._scale is not None
+            snapshot = training.taken()
+
+
+def test_a_scheduler_of_a_library_goes_by_its_state_dict(net: Net) -> None:
+    cls = type("Schedule", (Scaler,), {"__module__": "pandas.schedules"})
+    scheduler = cls()
+    snapshot = Snapshot.take(net, [], [scheduler])
+    scheduler.scale, scheduler.tracker[0] = 1.0, 5
+    snapshot.restore()
+    assert (scheduler.scale, scheduler.tracker) == (65536.0, [0])
+
+
+def test_what_cannot_be_put_back_is_passed_on(net: Net) -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    net.rows = rows()
+    assert Snapshot.take(net, []).unkept == ("model.rows (generator)",)
+
+
+def test_if_one_thing_fails_the_others_are_put_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = adamw(net)
+    train(net, optimizer, 1)
+    net.locked = bytearray(b"a")
+    before = all_of(net, optimizer)
+    snapshot = Snapshot.take(net, [optimizer])
+    train(net, optimizer, 2)
+    net.locked.append(1)
+    view = memoryview(net.locked)
+
+    def refuse() -> None:
+        raise RuntimeError("no memory")
+
+    broken = snapshot.tensors["first.bias"]
+    values, broken.values = broken.values, torch.ones(7, 7, 7)
+    monkeypatch.setattr(snapshot.optimizers[0], "_put_groups", refuse)
+    with pytest.raises(NotPutBack) as caught:
+        snapshot.restore()
+    assert [name.partition(" (")[0] for name in caught.value.names] == [
+        "model.locked",
+        "first.bias",
+        "the groups of optimizer 0",
+    ]
+    broken.values = values
+    broken.put_back()
+    assert all_of(net, optimizer) == before
+    view.release()
+
+
+def test_the_mode_of_a_module_whose_attributes_are_a_librarys() -> None:
+    net = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch"})(1, 1)
+    snapshot = Snapshot.take(net, [])
+    net.eval()
+    snapshot.restore()
+    assert net.training
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_under_fully_shard_each_rank_keeps_its_own_part() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].calls = 0
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    with torch.no_grad():
+        net(torch.randn(2, 4))  # an evaluation leaves the root's parameters whole
+    snapshot = Snapshot.take(net, [optimizer])
+    parameters, before = list(net.parameters()), [bits(p.to_local()) for p in net.parameters()]
+    for broken in (False, True):
+        net[0].calls += 1
+        loss = net(torch.randn(2, 4)).sum()
+        if not broken:
+            loss.backward()
+            optimizer.step()
+        snapshot.restore()
+        assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
+        assert [bits(p.to_local()) for p in net.parameters()] == before
+        assert all(p.grad is None for p in net.parameters())
+        assert not optimizer.state
+        assert net[0].calls == 0
