@@ -275,8 +275,10 @@ class LowPrecisionProfiler(Callback):
                 f"a step of the profile failed ({failure}), and the profile ends there. If it was your code, training "
                 f"comes to it by itself"
             )
-        except (ProfilerError, RankError, _Refused) as error:
+        except (ProfilerError, RankError) as error:
             reason = str(error)
+        except _Refused as error:
+            self._say_why_not(trainer, str(error))
         except Exception as error:
             if trainer.world_size > 1:
                 raise

@@ -78,6 +78,8 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda" and not shapes:
             activities.append(ProfilerActivity.CUDA)
+        self._ended = False
+        """Whether another profiler has ended the session."""
         self._profile: Any = profile(activities=activities, record_shapes=shapes, acc_events=True)
 
     def start(self) -> None:
@@ -85,8 +87,10 @@ class Tracer:
         self._profile.start()
 
     def stop(self) -> None:
-        """End."""
-        self._profile.stop()
+        """End. A session that somebody else's profiler has ended meanwhile is not touched: reading it would crash."""
+        self._ended = not torch._C._autograd._profiler_enabled()
+        if not self._ended:
+            self._profile.stop()
 
     def traces(self, recipe: str, expected_gemms: int | None) -> list[Trace]:
         """One `Trace` for each step range of the session."""
@@ -102,6 +106,8 @@ class Tracer:
         return read_products(self._events())
 
     def _events(self) -> list[dict[str, Any]]:
+        if self._ended:
+            raise RuntimeError("another profiler of PyTorch's, opened inside the step, has ended this one's session")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))

@@ -45,7 +45,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -216,8 +215,7 @@ class KeptTensor:
         target = _each_once(mine.detach())
         if device.type == "cpu" and same_bits(target, values):
             return
-        with torch.inference_mode() if mine.is_inference() else nullcontext():
-            target.copy_(values)
+        target.copy_(values)
 
     def _put_parts(self) -> None:
         mine = local_part(self.tensor)
@@ -665,7 +663,7 @@ class _KeptArray:
         if now.shape != values.shape:
             np.ndarray.resize(self.target, values.shape, refcheck=False)
             now = np.ndarray.view(self.target, np.ndarray)
-        if values.dtype.hasobject or now.tobytes() != values.tobytes():
+        if now.tobytes() != values.tobytes():
             now[...] = values
 
 

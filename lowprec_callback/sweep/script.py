@@ -138,7 +138,7 @@ class Sweep:
     cards: list[RecipeCard]
     settings: Settings
     recorder: Recorder
-    snapshot: Snapshot
+    snapshot: Snapshot | None
     step: Callable[[], Any]
     gemm_benchmark: bool = True
     no_trace: str | None = None
@@ -273,16 +273,19 @@ class Sweep:
                 self.not_put_back = self.not_put_back or f"the state could not be put back: {in_words(error)}"
         if self.not_put_back:
             self.recorder.add(Problem("restore", self.not_put_back))
-        self._loss = None
+        self._loss, self.snapshot, self.step = None, None, _over  # a copy of the model, and the user's loop
         self.recorder.add(End(status, reason))
         if self.progress is not None:
             self.progress.close()
 
     def _put_back(self) -> None:
-        parts = self.snapshot.restore()
-        self.recorder.add(Restored(parts=parts, asked=True))
+        self.recorder.add(Restored(parts=self._restore(), asked=True))
         memory.clean(self.engine.device)
         memory.reset_peak(self.engine.device)  # the user's own look at the peak is not to find the sweep's
+
+    def _restore(self) -> tuple[str, ...]:
+        assert self.snapshot is not None
+        return self.snapshot.restore()
 
     # -- the script ------------------------------------------------------------------------------------------------
 
@@ -363,7 +366,7 @@ class Sweep:
         self.card, self.trial, self._clock, self._forward, self._memory = None, None, None, None, None
         self._marks.traced, self._marks.word = None, "step"
         if self.processes.size == 1:
-            self.snapshot.restore()
+            self._restore()
         memory.clean(self.engine.device)
 
     def _card_named(self, name: str | None) -> RecipeCard | None:
@@ -747,7 +750,7 @@ class Sweep:
             self._what = f"numerics of {card.name}"
             for step in range(-GUARD_SETTLE, self.settings.guard_steps):
                 if step in (-GUARD_SETTLE, 0):
-                    self.snapshot.restore()
+                    self._restore()
                 keeps = step >= 0 and card is self.baseline and not repeat
                 self.trial = guard.trial(card.name, step, keeps, repeat)
                 self._step()
@@ -810,7 +813,11 @@ class Sweep:
 
         Several ranks all start again, or none: their weights must stay equal.
         """
-        self.snapshot.restore()
+        self._restore()
         self.card = None  # its scales are broken as well: the next block begins from a clean state
         what += "; the recipes after it start again from the state before the profile"
         self.recorder.add(Problem(f"{recipe}, round {round_ + 1}", what))
+
+
+def _over() -> None:
+    raise RuntimeError("the sweep is over")

@@ -224,7 +224,7 @@ class Session:
             f"{s.traced_steps} traced and {s.guard_steps} compared a recipe{batches}. How long that takes is known "
             f"after the first of them; then training starts as if nothing had been"
         )
-        for name in self.sweep.snapshot.unkept:
+        for name in self.sweep.snapshot.unkept if self.sweep.snapshot is not None else ():
             self.say(f"lowprec: {name} keeps a position of its own, which cannot be put back after the profile")
         for refusal in self.recorder.snapshot().of(Refusal):
             self.say(f"lowprec: {refusal.recipe} not run: {refusal.reason}")

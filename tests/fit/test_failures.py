@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader, Subset
 
 from lowprec_callback.measure import gemms
 from lowprec_callback.recording import End, GemmTime, Problem, Refusal, Restored, StepTime, Trace
-from tests.fit.models import BATCH, WIDTH, Tiny, in_a_process_of_its_own, loader, short, trainer
+from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.sweep.session import NotPutBackError
+from lowprec_callback.sweep.snapshot import Snapshot
+from tests.fit.models import WIDTH, Tiny, in_a_process_of_its_own, loader, short, trainer
+from tests.fit.same import differences, quick, record
+from tests.fit.test_no_trace import automatic
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
 
 
@@ -75,13 +80,14 @@ def test_a_recipe_that_fails_in_the_users_step_is_given_up_and_the_others_go_on(
     assert facts.of(End) == [End("finished")]
     (refusal,) = facts.of(Refusal)
     assert refusal.recipe == "bf16"
-    assert "it failed in training_step or its backward, where the baseline does not" in refusal.reason
+    assert "a step in it failed, where the baseline's do not" in refusal.reason
     assert "Error: " in refusal.reason
     assert {fact.recipe for fact in facts.of(StepTime)} == {"fp32"}
     assert len(facts.of(StepTime)) == 4
     assert {trace.recipe for trace in facts.of(Trace)} == {"fp32"}
     assert facts.of(Restored)
-    assert all(torch.equal(module.state_dict()[name], value) for name, value in first.items())
+    # One batch of training followed, and with it a step, unless that takes two.
+    assert torch.equal(module.state_dict()["net.0.weight"], first["net.0.weight"]) == (accumulate == 2)
     assert hooks_of(module) == 0
     assert not vars(module).keys() & {"training_step", "backward"}
 
@@ -93,24 +99,82 @@ def test_a_recipe_that_fails_later_keeps_what_it_had(tmp_path: Path, capsys: pyt
     assert not facts.of(Refusal)
     (problem,) = facts.of(Problem)
     assert problem.where == "bf16"
-    assert problem.message.startswith("given up: it failed in training_step")
+    assert problem.message.startswith("given up: a step in it failed")
     assert [fact.recipe for fact in facts.of(StepTime)].count("bf16") == 2
     assert {trace.recipe for trace in facts.of(Trace)} == {"fp32"}
     assert "lowprec: bf16 is given up" in capsys.readouterr().err
 
 
-def test_what_fails_in_the_baseline_too_is_the_users(tmp_path: Path) -> None:
+def test_what_fails_in_the_baseline_ends_the_sweep_and_comes_again_in_training(tmp_path: Path) -> None:
     class Wrong(Tiny):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch[:, :3] if self.steps == 7 else batch, batch_idx)
+            return super().training_step(batch[:, :3] if self.steps == 1 else batch, batch_idx)
 
-    module = Wrong()
+    module, callback = Wrong(), short(tmp_path, progress=False)
+    run = trainer(tmp_path, callback)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        trainer(tmp_path, short(tmp_path, progress=False)).fit(module, loader(60))
+        run.fit(module, loader(60))
+    assert run.global_step == 1
     facts = recording_of(tmp_path)
     assert facts.of(End)[0].status == "failed"
+    assert "shapes cannot be multiplied" in str(callback.why_not)
     assert not facts.of(Refusal)
     assert not [problem for problem in facts.of(Problem) if "given up" in problem.message]
+
+
+class Profiled(Tiny):
+    """Opens a profiler of its own in each step: ours cannot run beside it, whichever was first."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with torch.autograd.profiler.profile(use_kineto=True):
+            return super().training_step(batch, batch_idx)
+
+
+def test_a_profiler_inside_the_step_costs_only_the_parts_that_trace(tmp_path: Path) -> None:
+    callback, module = short(tmp_path, progress=False), Profiled()
+    run = trainer(tmp_path, callback, steps=5)
+    run.fit(module, loader(60))
+    assert (run.global_step, module.steps) == (5, 5)
+    facts = recording_of(tmp_path)
+    assert facts.of(End) == [End("finished")]
+    assert {fact.recipe for fact in facts.of(StepTime)} == {"fp32", "bf16"}
+    assert not facts.of(Trace)
+    assert {problem.where for problem in facts.of(Problem)} >= {"capture", "trace of fp32"}
+
+
+@pytest.mark.parametrize("kind", ["a callback's profiler", "a running one"])
+def test_no_second_profiler_beside_the_users(tmp_path: Path, kind: str) -> None:
+    class Holds(Callback):
+        def __init__(self) -> None:
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    callback, module = short(tmp_path, progress=False), Tiny()
+    if kind == "a running one":
+        run = trainer(tmp_path, callback, steps=5)
+        with torch.autograd.profiler.profile(use_kineto=True):
+            run.fit(module, loader(60))
+    else:
+        run = trainer(tmp_path, Holds(), callback, steps=5)
+        run.fit(module, loader(60))
+    assert run.global_step == 5
+    facts = recording_of(tmp_path)
+    assert facts.of(End) == [End("finished")]
+    assert {fact.recipe for fact in facts.of(StepTime)} == {"fp32", "bf16"}
+    assert not facts.of(Trace)
+    reasons = {problem.where: problem.message for problem in facts.of(Problem)}
+    assert "break both" in reasons["trace"]
+    assert "break both" in reasons["capture"]
+
+
+def test_training_does_not_go_on_from_a_state_that_could_not_be_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(_snapshot: Snapshot) -> tuple[str, ...]:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Snapshot, "restore", dead)
+    with pytest.raises(NotPutBackError, match=r"could not be put back: .*the device is gone"):
+        trainer(tmp_path, short(tmp_path, progress=False)).fit(Tiny(), loader(60))
 
 
 def test_out_of_memory_in_the_benchmark_is_recorded_and_the_rest_goes_on(
@@ -181,36 +245,31 @@ def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkey
     module, callback = Tiny(), short(tmp_path)
     trainer(tmp_path, callback, steps=30).fit(module, loader(30))
     assert module.steps == 30
-    assert callback.why_not is not None
-    assert "No space left on device" in callback.why_not
-    assert callback.why_not.endswith("; the training goes on without it")
+    assert callback.session is not None
+    assert "No space left on device" in str(callback.session.recorder.lost)
+    assert callback.session.recorder.snapshot().of(End) == [End("finished")]
 
 
-def test_an_error_of_ours_leaves_the_weights_of_a_fit_without_us(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("place", ["phase", "_note_size", "_boundary", "_close_step"])
+def test_an_error_of_ours_leaves_the_training_of_a_fit_without_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """The sweep breaks off in the middle: what follows is the training that the user would have had, to the bit."""
-    steps = 12
+    original, calls = getattr(Sweep, place), [0]
 
-    def broken(*_: object) -> None:
-        raise RuntimeError("planted in ours")
+    def broken(sweep: Sweep, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("planted in ours")
+        return original(sweep, *args)
 
-    torch.manual_seed(0)
-    alone, data = Tiny(), loader(60)
-    rest = Subset(data.dataset, range(steps * BATCH, 60 * BATCH))
-    trainer(tmp_path, steps=60 - steps).fit(alone, DataLoader(rest, batch_size=BATCH))
-    torch.manual_seed(0)
-    module = Tiny()
-    monkeypatch.setattr("lowprec_callback.sweep.script.order_of_rounds", lambda *_: [["bf16", "fp32"]] * 9)
-
-    def fail_at(_module: Tiny, step: int) -> None:
-        if step == steps:
-            monkeypatch.setattr("lowprec_callback.sweep.script.Sweep.step_end", broken)
-
-    module._on_step = fail_at
-    callback = short(tmp_path, progress=False)
-    trainer(tmp_path, callback, steps=60).fit(module, data)
-    assert callback.why_not is not None
-    assert "planted in ours" in callback.why_not
-    mine, theirs = module.state_dict(), alone.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    without = record(automatic, tmp_path / "without")
+    assert without[" raised"] is None
+    monkeypatch.setattr(Sweep, place, broken)
+    callback = quick(tmp_path)
+    assert differences(without, record(automatic, tmp_path / "with", callback)) == []
+    assert calls[0] >= 3
+    (end,) = recording_of(tmp_path / "ours").of(End)
+    told = [str(end.reason), *(problem.message for problem in recording_of(tmp_path / "ours").of(Problem))]
+    assert any("planted in ours" in text for text in told)

@@ -573,6 +573,7 @@ def test_training_with_the_callback_is_training_without_it(name: str, tmp_path: 
     assert differences(without, with_us) == []
     assert len(without) > 20
     if "raises" not in name:
+        assert [value for key, value in without.items() if key.endswith(" raised") and value] == []
         assert profiler.why_not is None
         assert profiler.report is not None
         assert profiler.report.status == "finished"

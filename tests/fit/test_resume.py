@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
+from lowprec_callback.resume import KEY
 from torch.utils.data import DataLoader
 
 from lowprec_callback.recording import FILE_NAME, End, read
-from lowprec_callback.resume import KEY
 from lowprec_callback.sweep.plan import Settings
 from tests.fit.models import BATCH, Rows, Tiny, Validated, loader, short, trainer
 

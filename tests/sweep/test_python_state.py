@@ -37,6 +37,16 @@ from lowprec_callback.measure.scopes import ModuleScopes
 from lowprec_callback.sweep import python_state
 from lowprec_callback.sweep.python_state import NotPutBack, PythonState
 
+CALLED: list[str] = []
+"""User code that ran. It may not, and to raise would be no proof: what is odd is left out without a word."""
+
+
+@pytest.fixture(autouse=True)
+def no_user_code_runs() -> Iterator[None]:
+    CALLED.clear()
+    yield
+    assert not CALLED
+
 
 class Thing:
     """An object of user code."""
@@ -190,6 +200,15 @@ def test_schedulers_and_a_scaler() -> None:
     assert not scaler._per_optimizer_states
 
 
+def test_a_scaler_of_another_part_of_torch() -> None:
+    made = type("Sharded", (torch.amp.GradScaler,), {"__module__": "torch.distributed.fsdp.sharded_grad_scaler"})
+    scaler = made("cpu")
+    state = taken(scaler=scaler)
+    scaler._growth_interval = 1
+    state.restore()
+    assert scaler._growth_interval == 2000
+
+
 class Slotted:
     __slots__ = ("__weakref__", "count", "rows")
 
@@ -237,27 +256,18 @@ def test_plain_holders_of_the_standard_library() -> None:
 # -- containers
 
 
+def refuse(*_: Any, **__: Any) -> Any:
+    CALLED.append("a method")
+    raise AssertionError("user code")
+
+
 class OddList(list):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("user code")
-
-    def __len__(self) -> int:
-        raise AssertionError("user code")
-
-    def __getitem__(self, key: Any) -> Any:
-        raise AssertionError("user code")
-
-    __setitem__ = __getitem__  # type: ignore[assignment]
+    __iter__ = __len__ = __getitem__ = __setitem__ = __reduce_ex__ = refuse  # type: ignore[assignment]
 
 
 class OddDict(dict):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("user code")
-
-    def _refuse(self, *_: Any) -> Any:
-        raise AssertionError("user code")
-
-    keys = values = items = copy = __len__ = __getitem__ = __setitem__ = _refuse
+    __iter__ = __len__ = __getitem__ = __setitem__ = __reduce_ex__ = refuse  # type: ignore[assignment]
+    keys = values = items = copy = refuse
 
 
 def test_every_container_in_place() -> None:
@@ -495,6 +505,27 @@ def test_a_tensor_that_was_drawn_into_the_graph_is_out_of_it() -> None:
     assert model.own.grad is None
 
 
+def test_a_tensor_that_was_in_the_graph_is_in_it_still() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    model = Module(last=weight * 2)
+    state = taken(model=model)
+    with torch.no_grad():
+        model.last.mul_(3)
+    state.restore()
+    assert model.last.item() == 2
+    assert model.last.grad_fn is not None
+
+
+def test_the_sign_of_a_zero() -> None:
+    model = Module(zero=torch.zeros(1), pair=torch.zeros(1, dtype=torch.complex64))
+    state = taken(model=model)
+    model.zero.neg_()
+    model.pair.neg_()
+    state.restore()
+    assert not model.zero.signbit().any()
+    assert not torch.view_as_real(model.pair).signbit().any()
+
+
 def test_a_tensor_made_in_inference_mode() -> None:
     with torch.inference_mode():
         made = torch.zeros(2)
@@ -534,7 +565,7 @@ def test_tensors_that_have_nothing_to_keep_are_left() -> None:
 class Loud(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("user code")
+        return refuse()
 
 
 def test_a_subclass_that_redefines_operations() -> None:
@@ -646,8 +677,7 @@ def draws(thing: Any) -> list[Any]:
 class MyRandom(random.Random):
     calls = 0
 
-    def getstate(self) -> Any:
-        raise AssertionError("user code")
+    getstate = setstate = refuse
 
 
 @pytest.mark.parametrize("tensors", [True, False])
@@ -711,13 +741,21 @@ def test_files_are_read_on_from_where_they_were(tmp_path: Path) -> None:
         assert state.unkept == ()
 
 
+def test_the_standard_streams_are_not_sought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w+") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        state = taken(thing=Thing(out=out))
+        out.write("a line of the sweep's")
+        state.restore()
+        assert out.tell() > 0
+
+
 def test_a_file_in_the_middle_of_a_loop_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("a\nb\n")
 
     class Remote(io.RawIOBase):
-        def tell(self) -> int:
-            raise AssertionError("user code")
+        tell = refuse
 
     with path.open() as file:
         next(file)
@@ -751,6 +789,23 @@ def counting() -> tuple[Callable[[], int], Callable[[], tuple[int, list[int], bo
 FRESH = (0, [0], False)
 
 
+def library_wrapper(function: Callable[[], int]) -> Callable[[], int]:
+    """What a decorator of PyTorch's returns."""
+    rows: list[int] = []
+
+    def wrapper() -> int:
+        rows.append(1)
+        return function()
+
+    made = types.FunctionType(wrapper.__code__, {"__name__": "torch.utils"}, closure=wrapper.__closure__)
+    LIBRARYS.append(rows)
+    return made
+
+
+LIBRARYS: list[list[int]] = []
+"""What belongs to the wrappers."""
+
+
 def test_counters_in_closures() -> None:
     step, read = counting()
     state = taken(thing=Thing(collate_fn=step))
@@ -765,6 +820,8 @@ def test_functions_behind_decorators_partials_and_methods() -> None:
     step, read = counting()
     other, read_other = counting()
     third, read_third = counting()
+    fourth, read_fourth = counting()
+    fifth, read_fifth = counting()
 
     class Owner:
         def __init__(self) -> None:
@@ -788,13 +845,16 @@ def test_functions_behind_decorators_partials_and_methods() -> None:
         builtin=rows.append,
         wrapped=functools.wraps(third)(lambda: third()),
         noted=noted,
+        wrapper=library_wrapper(fourth),
+        default=collections.defaultdict(fifth),
     )
     state = taken(thing=thing)
-    guarded(), other(), third(), thing.method(), thing.builtin(2), noted()
+    guarded(), other(), third(), thing.method(), thing.builtin(2), noted(), thing.wrapper(), thing.default["new"]
     inner.append(2)
     thing.partial.keywords["new"] = 1
     state.restore()
-    assert read() == read_other() == read_third() == FRESH
+    assert read() == read_other() == read_third() == read_fourth() == read_fifth() == FRESH
+    assert LIBRARYS[-1] == [1]
     assert (owner.calls, rows, noted.calls, inner) == (0, [1], 0, [1])  # type: ignore[attr-defined]
     assert list(thing.partial.keywords) == ["key"]
 
@@ -843,6 +903,15 @@ def test_iterators_that_can_be_copied_go_on_from_where_they_were() -> None:
         state.restore()
         assert advance() == expected
         assert next(thing.shared, "over") == expected_after
+
+
+def test_a_cycle_remembers_what_it_has_seen() -> None:
+    thing = Thing(cycle=itertools.cycle(iter("abc")))
+    next(thing.cycle)
+    state = taken(thing=thing)
+    for _ in range(3):
+        assert [next(thing.cycle) for _ in range(8)] == list("bcabcabc")
+        state.restore()
 
 
 def test_what_keeps_a_position_is_named_once() -> None:
@@ -928,27 +997,14 @@ class Refusing:
     def __init__(self) -> None:
         self.__dict__["count"] = 0
 
-    def __getattribute__(self, name: str) -> Any:
-        raise AssertionError(f"user code: {name}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AssertionError(f"user code: {name}")
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("user code")
-
-    def __len__(self) -> int:
-        raise AssertionError("user code")
-
-    __hash__ = __iter__ = __repr__ = __bool__ = __len__  # type: ignore[assignment]
+    __getattribute__ = __setattr__ = __eq__ = __len__ = refuse  # type: ignore[assignment]
+    __hash__ = __iter__ = __repr__ = __bool__ = refuse  # type: ignore[assignment]
 
 
 class Hiding:
     """`__dict__` is a property."""
 
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise AssertionError("user code")
+    __dict__ = property(refuse)  # type: ignore[assignment]
 
 
 def test_no_user_code_runs() -> None:

@@ -906,8 +906,7 @@ def test_under_fully_shard_each_rank_keeps_its_own_part() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[0].calls = 0
     mesh = init_device_mesh("cpu", (1,))
-    for layer in net:
-        fully_shard(layer, mesh=mesh)
+    fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     with torch.no_grad():
