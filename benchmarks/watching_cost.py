@@ -10,7 +10,8 @@ share of the step. So the last line, with a step an eighth as long, bounds that 
 Both sides train the same MiniGPT on the same batches in the same precision and take turns (bare, watched, watched,
 bare, ...), so that drift hits both alike. The bare side has only a clock of its own: one CUDA event (or one reading of
 the monotonic clock) at each batch end. Prints both medians, their ratio, and the geometric mean of the
-neighbouring pairs' ratios with its standard error; timings belong here and not in a test.
+neighbouring pairs' ratios with its standard error; timings belong here and not in a test. The watched side's steps
+are the sweep's own, before the fit's first.
 """
 
 from __future__ import annotations
@@ -120,11 +121,10 @@ def main() -> int:
                     timed_steps=options.timed,
                     traced_steps=0,
                     gemm_benchmark=False,
-                    restore=False,
                     output_dir=folder,
                     progress=False,
                 )
-                fit(model, profiler, steps, folder)
+                fit(model, profiler, 1, folder)
                 assert profiler.session is not None
                 watched.append([fact.ms for fact in profiler.session.recorder.snapshot().of(StepTime)])
     where = torch.cuda.get_device_name() if on_gpu else "CPU"

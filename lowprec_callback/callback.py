@@ -263,8 +263,11 @@ class LowPrecisionProfiler(Callback):
             try:
                 with set_aside(trainer, adapter):
                     self.session = Session.open(self._options, training, driver.step, self._te_ranges)
-                    with driver.attached(self.session.sweep):
-                        self.session.run()
+                    try:
+                        with driver.attached(self.session.sweep):
+                            self.session.run()
+                    finally:
+                        self.session.close()
             finally:
                 with uninterrupted():
                     data.restore()

@@ -123,6 +123,10 @@ FILE_NAME = "recording.jsonl"
 """The Recording's name inside a run folder."""
 
 
+ANOTHER_FILE = "another file is in its place"
+"""Why a Recorder leaves the file at its path alone."""
+
+
 class RecordingError(ValueError):
     """A Recording that cannot be read: missing, corrupt before its last line, or newer than this package."""
 
@@ -304,13 +308,12 @@ class Recorder:
         """
         if self._closed:
             return
+        self._write_rest()
         self._closed = True
         if not self._wanted or self._is_a_copy():
             return
-        self._write_rest()
-        trouble = self._why or self._trouble()
         self._shut()  # which also frees a file descriptor, if there are no others
-        if trouble is not None:
+        if (trouble := self._why or self._trouble()) is not None:
             self._rescue(trouble)
 
     def _open(self) -> None:
@@ -379,30 +382,28 @@ class Recorder:
                 return f"it cannot be reached ({why(error)})"
             return "the file was removed" if self.path.parent.is_dir() else "the run folder was removed"
         if (file.st_dev, file.st_ino) != self._identity:
-            return "another file is in its place"
+            return ANOTHER_FILE
         return "the file was cut short" if file.st_size < self._size else None
 
     def _rescue(self, trouble: str) -> None:
         """Write all facts again, and say what is where."""
-        first = self.path
-        if self._rewritten(first, again=True):
+        first, kept = self.path, self.kept()
+        # True until it is done, and if it is interrupted.
+        self.lost = f"{first}: {trouble}: {f'nothing after line {kept}' if kept else 'nothing of it'} is on disk"
+        if self._trouble() != ANOTHER_FILE and self._rewritten(first):
             self.lost = f"{first}: {trouble}; all facts are written there now"
             return
         with suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix="lowprec-"))
-            if self._rewritten(folder / first.name, again=False):
+            if self._rewritten(folder / first.name):
                 self.path = folder / first.name
                 self.lost = f"{first}: {trouble}; all facts are in {self.path}"
-                return
-            folder.rmdir()
-        kept = self.kept()
-        self.lost = f"{first}: {trouble}: {f'nothing after line {kept}' if kept else 'nothing of it'} is on disk"
+            else:
+                folder.rmdir()
 
-    def _rewritten(self, path: Path, again: bool) -> bool:
+    def _rewritten(self, path: Path) -> bool:
         """Whether all facts are in a new file at `path`, which has replaced ours if that was still there."""
         try:
-            if again and os.path.lexists(path) and self._trouble() == "another file is in its place":
-                return False
             path.parent.mkdir(parents=True, exist_ok=True)
             size = 0
             with replacing(path) as file:

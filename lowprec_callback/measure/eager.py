@@ -33,3 +33,20 @@ def eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def compiled_graphs() -> int:
+    """How many graphs `torch.compile` has made in this process so far; 0 where it was never used."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def forget_compiled(before: int) -> None:
+    """Have compiled functions begin anew, if graphs were made since there were `before` of them.
+
+    What was compiled for other recipes counts towards the limit of recompilations, beyond which a function runs
+    eagerly, with other random numbers in its dropout (Transformer Engine has such functions); and sizes that were seen
+    make what is compiled next dynamic. After this the next call compiles as the first one does.
+    """
+    if compiled_graphs() > before:
+        torch.compiler.reset()

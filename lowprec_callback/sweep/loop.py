@@ -93,6 +93,7 @@ def profile(
     except StepFailed as failure:
         raise failure.cause from None
     finally:
+        session.close()
         with uninterrupted():
             outside.restore()
             rng.restore()

@@ -1361,10 +1361,9 @@ def _seek(file: Any, position: int) -> None:
 class PythonState:
     """What user code may change in Python, reachable from a few roots, as it was when it was taken."""
 
-    def __init__(self, kept: list[_Kept], empty: list[tuple[Any, Any]], unkept: Iterable[str], held: Any) -> None:
+    def __init__(self, kept: list[_Kept], empty: list[tuple[Any, Any]], unkept: Iterable[str]) -> None:
         self._kept = kept
         self._empty = empty
-        self._held = held
         self.unkept: tuple[str, ...] = tuple(unkept)
         """What keeps a position of its own that cannot be put back, by name: `model.rows (generator)`."""
 
@@ -1378,7 +1377,7 @@ class PythonState:
             tensors: whether to copy the values of other tensors and of arrays. A dataset may hold gigabytes of them.
         """
         walk = _Walk(roots, tensors)
-        return PythonState(walk.kept, walk.empty, walk.unkept, (dict(roots), walk._seen))
+        return PythonState(walk.kept, walk.empty, walk.unkept)
 
     @staticmethod
     def follows(value: Any) -> bool:

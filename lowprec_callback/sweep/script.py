@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -22,7 +22,7 @@ from lowprec_callback.failures import in_words
 from lowprec_callback.measure import batches, memory
 from lowprec_callback.measure.batches import StepSizes
 from lowprec_callback.measure.device import ClockReader
-from lowprec_callback.measure.eager import compiled_modules
+from lowprec_callback.measure.eager import compiled_graphs, compiled_modules, forget_compiled
 from lowprec_callback.measure.gemms import Sampling, benchmark, expected_s, jobs_of
 from lowprec_callback.measure.graphs import Replays, counted_replays
 from lowprec_callback.measure.held import MemoryWatch
@@ -180,6 +180,8 @@ class Sweep:
     """Steps of the plan that shorter blocks left out."""
     _autocast: torch.dtype | None = None
     """The type of the `torch.autocast` region that the user's step runs in."""
+    _graphs: int = 0
+    """Graphs that `torch.compile` had made before the sweep."""
     _ended: bool = False
     _dirty: str | None = None
     """Why the step that runs does not count."""
@@ -211,6 +213,7 @@ class Sweep:
             Exception: with several ranks, whatever a step raised: the others wait for this one in the middle of it.
         """
         self.pace.start()
+        self._graphs = compiled_graphs()
         self.engine.save()
         self._run()
 
@@ -266,22 +269,36 @@ class Sweep:
         self.card, self._clock, self._forward, self._memory, self.trial = None, None, None, None, None
         # Whatever one of these meets (a broken CUDA context), the others are tried as well, and nothing is raised over
         # an exception that is on its way.
-        for end in (self._close_step, self.engine.restore, self._put_back):
+        for end, is_state in (
+            (self._close_step, False),
+            (partial(forget_compiled, self._graphs), False),
+            (self.engine.restore, True),
+            (self._put_back, True),
+            (self._clean, False),
+        ):
             try:
                 end()
             except Exception as error:
-                self.not_put_back = self.not_put_back or f"the state could not be put back: {in_words(error)}"
-        if self.not_put_back:
-            self.recorder.add(Problem("restore", self.not_put_back))
+                text = f"the state could not be put back: {in_words(error)}" if is_state else in_words(error)
+                self._tell(Problem("restore", text))
+                if is_state:
+                    self.not_put_back = self.not_put_back or text
         self._loss, self.snapshot, self.step = None, None, _over  # a copy of the model, and the user's loop
-        self.recorder.add(End(status, reason))
+        self._tell(End(status, reason))
         if self.progress is not None:
             self.progress.close()
 
     def _put_back(self) -> None:
-        self.recorder.add(Restored(parts=self._restore(), asked=True))
+        self._tell(Restored(parts=self._restore(), asked=True))
+
+    def _clean(self) -> None:
         memory.clean(self.engine.device)
         memory.reset_peak(self.engine.device)  # the user's own look at the peak is not to find the sweep's
+
+    def _tell(self, fact: Fact) -> None:
+        """At the end, where nothing may come between: what cannot be recorded is not."""
+        with suppress(Exception):
+            self.recorder.add(fact)
 
     def _restore(self) -> tuple[str, ...]:
         assert self.snapshot is not None

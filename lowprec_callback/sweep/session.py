@@ -259,27 +259,30 @@ class Session:
             status, reason = _stopped(error)
             raise
         finally:
-            with uninterrupted():
-                self._end(status, reason)
+            self.close(status, reason)
         if self.sweep.not_put_back:
             raise NotPutBackError(
                 f"after the profile {self.sweep.not_put_back}. Training from here would not be yours, so it ends; the "
                 f"measurements are in {self.folder}"
             )
 
-    def _end(self, status: Status, reason: str | None) -> None:
-        self.sweep.finish(status, reason)
-        if self.te_ranges is not None:
-            self.te_ranges.close()
-        if self.processes.rank and (self.keep or status not in ("finished", "shortened")):
-            self.recorder.write()
-        self.recorder.close()
-        if self.processes.rank:
-            self.recorder.forget()
-        if self.recorder.lost:
-            self.say(f"lowprec: {self.recorder.lost}")
-        if self.sweep.clocks is not None:
-            self.sweep.clocks.close()
+    def close(self, status: Status = "failed", reason: str | None = "it never began") -> None:
+        """Put everything back and close the Recording. Idempotent; `run` does it."""
+        with uninterrupted():
+            self.sweep.finish(status, reason)
+            if self.recorder.closed:
+                return
+            if self.te_ranges is not None:
+                self.te_ranges.close()
+            if self.processes.rank and (self.keep or status not in ("finished", "shortened")):
+                self.recorder.write()
+            self.recorder.close()
+            if self.processes.rank:
+                self.recorder.forget()
+            if self.recorder.lost:
+                self.say(f"lowprec: {self.recorder.lost}")
+            if self.sweep.clocks is not None:
+                self.sweep.clocks.close()
 
     def show(self) -> None:
         """On the rank that speaks: analyse and show. `run` is over."""

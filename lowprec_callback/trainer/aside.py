@@ -67,9 +67,17 @@ def muted_logger(trainer: Any, logger: Any) -> Any:
     return Muted()
 
 
+def quiet_bar(bar: Any) -> Any:
+    """The user's progress bar without its hooks: what draws it meanwhile (rich has a thread for that) asks for it."""
+    hooks = [name for name in dir(type(bar)) if name.startswith("on_")]
+    quiet = copy.copy(bar)
+    quiet.__class__ = type(type(bar).__name__, (type(bar),), dict.fromkeys(hooks, lambda *_args, **_kwargs: None))
+    return quiet
+
+
 @contextmanager
 def set_aside(trainer: Any, adapter: Any) -> Iterator[None]:
-    """Inside, the Trainer has one callback, `adapter`, no logger that keeps anything, no profiler and no checkpoints.
+    """Inside, the Trainer has one callback that acts, `adapter`, no logger that keeps anything, and no checkpoints.
 
     Afterwards loops, results of `self.log`, metrics, and all that was taken away are as they were, whatever happened.
     """
@@ -82,7 +90,8 @@ def set_aside(trainer: Any, adapter: Any) -> Iterator[None]:
     try:
         epoch._results = type(epoch._results)(training=True)
         epoch.restarting = False
-        trainer.callbacks = [adapter]
+        bar = trainer.progress_bar_callback
+        trainer.callbacks = [adapter] if bar is None else [adapter, quiet_bar(bar)]
         trainer.loggers = [muted_logger(trainer, logger) for logger in before["loggers"]]
         trainer.profiler = part(trainer, "profilers.base", "PassThroughProfiler")()
         trainer.save_checkpoint = lambda *_args, **_kwargs: None

@@ -91,6 +91,11 @@ class Passes:
         return item
 
     @property
+    def window(self) -> int:
+        """Batches in one optimizer step: as many as accumulate, or all that an epoch has, if those are fewer."""
+        return min(self._accumulate, self._length or self._accumulate)
+
+    @property
     def over(self) -> bool:
         """Whether the pass is over."""
         return self.done or (self._length is not None and self._given >= self._length)

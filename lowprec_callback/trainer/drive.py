@@ -174,7 +174,7 @@ class Driver:
             if self._window.batch_ends(trainer.global_step):
                 batches = self._window.batches
                 self._window.again()
-                expected = trainer.accumulate_grad_batches
+                expected = getattr(self._source, "window", trainer.accumulate_grad_batches)
                 if sweep is not None and self._module.automatic_optimization and batches != expected:
                     sweep.contaminate(f"micro-batches in this step: {batches}, not {expected}")
                 return _loss_of(self._adapter.outputs)

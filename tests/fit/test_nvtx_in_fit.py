@@ -61,17 +61,19 @@ def test_recipe_step_phase_and_module_nest(tmp_path: Path, domain: Domain) -> No
 
 
 def test_off_means_no_ranges_and_no_steps_for_them(tmp_path: Path, domain: Domain) -> None:
-    module = Tiny()
-    trainer(tmp_path, profiler(tmp_path, nvtx=False, nvtx_steps=5, stop_after=True)).fit(module, loader(60))
+    callback = profiler(tmp_path, nvtx=False, nvtx_steps=5, stop_after=True)
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
     assert domain.paths == []
-    assert module.steps == Settings(2, 1, 2, 1).steps(2)
+    assert callback.session is not None
+    assert callback.session.sweep._steps_done == Settings(2, 1, 2, 1).steps(2)
 
 
 def test_ranges_without_a_capture_window(tmp_path: Path, domain: Domain) -> None:
-    module = Tiny()
-    trainer(tmp_path, profiler(tmp_path, nvtx=True, nvtx_steps=0, stop_after=True)).fit(module, loader(60))
+    callback = profiler(tmp_path, nvtx=True, nvtx_steps=0, stop_after=True)
+    trainer(tmp_path, callback).fit(Tiny(), loader(60))
     assert not any(path[-1].startswith("module|") for path in domain.paths)
-    assert module.steps == Settings(2, 1, 2, 1).steps(2)
+    assert callback.session is not None
+    assert callback.session.sweep._steps_done == Settings(2, 1, 2, 1).steps(2)
 
 
 def test_an_exception_closes_every_range(tmp_path: Path, domain: Domain) -> None:

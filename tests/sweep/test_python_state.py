@@ -578,6 +578,25 @@ def test_a_subclass_that_redefines_operations() -> None:
     assert plain.tolist() == [1, 1]
 
 
+class Dispatching(torch.Tensor):
+    @staticmethod
+    def __new__(cls) -> Dispatching:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return refuse()
+
+
+def test_a_tensor_that_computes_for_itself_what_a_copy_is_is_held_as_it_is() -> None:
+    thing = Thing(wrapper=Dispatching())
+    held = thing.wrapper
+    state = taken(thing=thing)
+    thing.wrapper = None
+    state.restore()
+    assert thing.wrapper is held
+
+
 def test_no_copy_of_parameters_nor_of_their_views() -> None:
     layer = nn.Linear(3, 3)
     layer.register_buffer("mask", torch.ones(3))
@@ -635,6 +654,11 @@ def test_arrays() -> None:
     assert objects[0] is inner
     assert inner == [1]
     assert (thing.fortran == np.eye(2)).all()
+
+
+def test_a_file_in_memory_is_not_copied(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "rows", dtype=np.float32, mode="w+", shape=(4,))
+    assert taken(thing=Thing(rows=mapped)).nbytes == 0
 
 
 def test_an_array_that_was_resized() -> None:
