@@ -21,7 +21,7 @@ from lowprec_callback.sweep.session import (
     ProfilerError,
     Session,
     early_ranges,
-    uninterrupted,
+    put_back,
 )
 from lowprec_callback.sweep.snapshot import Rng
 from lowprec_callback.trainer import facts
@@ -269,8 +269,7 @@ class LowPrecisionProfiler(Callback):
                     finally:
                         self.session.close()
             finally:
-                with uninterrupted():
-                    data.restore()
+                put_back(data)
         except NotPutBackError:
             raise
         except StepFailed as failure:

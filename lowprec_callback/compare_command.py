@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowprec_callback.files import why, write_text
+
 if TYPE_CHECKING:
     from lowprec_callback.analyze.compare import Comparison
     from lowprec_callback.analyze.gates import GateResult
@@ -78,15 +80,16 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # a gate, a margin, a name, a Recording or a report that cannot be read
         return _refuse(str(error))
     results = check(comparison, gates)
-    lost = _written(args.json, as_dict(comparison, results, (args.a, args.b)))
-    if lost:
-        return _refuse(lost)
     if args.json != "-":
         _print(comparison, results, (args.a, args.b), args.width)
+        sys.stdout.flush()
+    lost = _written(args.json, as_dict(comparison, results, (args.a, args.b)))
     for result in results:
         if result.state != "holds":
             said = "does not hold" if result.state == "broken" else "cannot be judged, its evidence is missing"
             print(f"lowprec compare: gate {result.gate} {said}: {' '.join(result.why.split())}", file=sys.stderr)
+    if lost:
+        return _refuse(lost)
     states = {result.state for result in results}
     return MISSING if "missing" in states else BROKEN if "broken" in states else 0
 
@@ -141,9 +144,9 @@ def _written(file: str | None, body: dict[str, Any]) -> str | None:
         sys.stdout.write(text)
         return None
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        write_text(Path(file), text)
     except OSError as error:
-        return f"{file}: cannot be written ({error.strerror or error})"
+        return f"{file}: cannot be written ({why(error)})"
     return None
 
 

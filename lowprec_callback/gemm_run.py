@@ -24,6 +24,7 @@ from lowprec_callback.engines import te_tutorial
 from lowprec_callback.engines.base import Engine
 from lowprec_callback.engines.plain_torch import PlainTorchEngine
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, load
+from lowprec_callback.files import why
 from lowprec_callback.gemm_plan import GemmPlan
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.gemms import Course, Sampling, benchmark
@@ -235,10 +236,12 @@ def run(plan: GemmPlan) -> int:
     if end is not None and end.status == "failed" and not facts.of(GemmTime):
         print(f"lowprec gemm: {end.reason}", file=sys.stderr)
         return 2
-    return _show(plan, facts, folder, misfits)
+    if recorder.lost:
+        print(f"lowprec gemm: {recorder.lost}", file=sys.stderr)
+    return _show(plan, facts, misfits)
 
 
-def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: list[str]) -> int:
+def _show(plan: GemmPlan, facts: recording.Recording, misfits: list[str]) -> int:
     """The page on standard output, and the files that were asked for."""
     made = gemm_output.tables(facts)
     place = facts.last(Environment)
@@ -251,15 +254,28 @@ def _show(plan: GemmPlan, facts: recording.Recording, folder: Path, misfits: lis
     ]
     remarks += [f"{problem.where}: {problem.message}" for problem in facts.of(Problem)]
     remarks += [f"{r.recipe} not run: {r.reason}" for r in facts.of(Refusal)] if not made else []
-    remarks.append(f"Recording {folder / recording.FILE_NAME}")
+    remarks.append(f"Recording {facts.path or 'not on disk'}")
     Console().print(GemmPage(plan.name, made, place.device if place else "", remarks))
-    if plan.json:
-        gemm_output.write_json(plan.json, made, facts)
-    if plan.csv:
-        gemm_output.write_csv(plan.csv, made)
-    if plan.plot and (reason := gemm_output.write_plot(plan.plot, facts)):
-        print(f"lowprec gemm: no plot: {reason}", file=sys.stderr)
+    sys.stdout.flush()  # it is read before what follows on standard error
+    written = [
+        _written(plan.json, lambda path: gemm_output.write_json(path, made, facts)),
+        _written(plan.csv, lambda path: gemm_output.write_csv(path, made)),
+        _written(plan.plot, lambda path: gemm_output.write_plot(path, facts)),
+    ]
+    if not all(written):
+        return 2
     return 0 if any(time.samples_ms for time in facts.of(GemmTime)) else 1
+
+
+def _written(path: Path | None, write: Callable[[Path], str | None]) -> bool:
+    """Whether a file was written that was asked for, or has nothing to show; if not, the reason is said."""
+    try:
+        if path and (reason := write(path)):
+            print(f"lowprec gemm: no plot: {reason}", file=sys.stderr)
+    except OSError as error:
+        print(f"lowprec gemm: {path}: cannot be written ({why(error)})", file=sys.stderr)
+        return False
+    return True
 
 
 def _clock(facts: recording.Recording) -> list[str]:

@@ -18,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowprec_callback.files import why, write_text
 from lowprec_callback.run_folder import new_run_folder
 
 if TYPE_CHECKING:
     from lowprec_callback.capture import Capture
+    from lowprec_callback.recording import Recorder
     from lowprec_callback.report import Report
 
 OUTPUT_DIR = "runs"
@@ -115,6 +117,9 @@ def _capture(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> int:
     if len(args.words) != 1:
         raise _Failure("give one capture: an .sqlite export, an .nsys-rep or a torch.profiler trace")
+    from lowprec_callback.report import FILE_NAME
+    from lowprec_callback.show.command import print_it, show, write
+
     file = Path(args.words[0])
     if not file.is_file():
         raise _Failure(f"{file}: there is no such file")
@@ -123,14 +128,23 @@ def _read(args: argparse.Namespace) -> int:
     folder = _known(note)
     if folder is not None:
         print(f"lowprec nsys: {file.name} was read before, into {folder}", file=sys.stderr)
-        report = _own_report(folder)
-    else:
-        folder, report = _import(file, output, args.recipe)
-        _remember(note, folder)
-    from lowprec_callback.report import FILE_NAME
-    from lowprec_callback.show.command import show
-
-    show(report, folder / FILE_NAME, json=args.json, width=args.width, plots=args.plots, html=args.html)
+        show(_own_report(folder), folder, json=args.json, width=args.width, plots=args.plots, html=args.html)
+        return 0
+    report, recorder, problem = _import(file, output, args.recipe)
+    print_it(report, json=args.json, width=args.width)
+    folder = recorder.path.parent
+    if problem is None and recorder.kept() < len(recorder.snapshot()):
+        problem = recorder.lost
+    if problem is not None:
+        raise _Failure(problem)
+    if recorder.lost:  # but it is all in another place
+        print(f"lowprec nsys: {recorder.lost}", file=sys.stderr)
+    try:
+        report.save(folder / FILE_NAME)
+    except OSError as error:
+        raise _Failure(f"{folder / FILE_NAME}: cannot be written ({why(error)})") from error
+    _remember(note, folder)
+    write(report, folder, plots=args.plots, html=args.html)
     return 0
 
 
@@ -143,10 +157,13 @@ def _own_report(folder: Path) -> Report:
     return report
 
 
-def _import(file: Path, output: Path, recipe: str | None) -> tuple[Path, Report]:
-    """Read a capture and make its run folder: the Recording and the report."""
+def _import(file: Path, output: Path, recipe: str | None) -> tuple[Report, Recorder, str | None]:
+    """Read a capture, and make its run folder with the Recording.
+
+    The report, the closed Recorder, and why there is no folder: reading takes long, so the page is shown all the same.
+    """
     import lowprec_callback
-    from lowprec_callback import recording, report
+    from lowprec_callback import recording
     from lowprec_callback.analyze.summary import analyze
     from lowprec_callback.capture_facts import facts_of
     from lowprec_callback.recipes import RecipeError, load_cards, resolve
@@ -160,14 +177,12 @@ def _import(file: Path, output: Path, recipe: str | None) -> tuple[Path, Report]
             raise _Failure(f"--recipe: {error}") from error
         cards[card.name], name = card, card.name
     found = facts_of(_open(file), cards, name)
-    folder = _new_folder(output, file.name.split(".")[0])
-    with recording.Recorder(folder / recording.FILE_NAME, lowprec_callback.__version__) as recorder:
+    folder, problem = _new_folder(output, file.name.split(".")[0])
+    home = (folder or output) / recording.FILE_NAME
+    recorder = recording.Recorder(home, lowprec_callback.__version__, on_disk=folder is not None)
+    with recorder:
         recorder.add(*found.facts)
-        if recorder.lost:
-            raise _Failure(recorder.lost)
-        made: Report = analyze(recorder.snapshot())
-    made.save(folder / report.FILE_NAME)
-    return folder, made
+    return analyze(recorder.snapshot()), recorder, problem
 
 
 def _open(file: Path) -> Capture:
@@ -189,15 +204,16 @@ def _open(file: Path) -> Capture:
     return read_trace(file)
 
 
-def _new_folder(output: Path, name: str) -> Path:
+def _new_folder(output: Path, name: str) -> tuple[Path | None, str | None]:
+    """A run folder, or why there is none."""
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name) or "capture"
     try:
         folder = new_run_folder(output, clean)
     except OSError as error:
-        raise _Failure(f"{output}: cannot be written ({error.strerror}); give another --output-dir") from error
+        return None, f"{output}: cannot be written ({why(error)}); give another --output-dir"
     if folder is not None:
-        return folder
-    raise _Failure(f"{output}: a hundred runs of {name!r} in one second; give another --output-dir")
+        return folder, None
+    return None, f"{output}: a hundred runs of {name!r} in one second; give another --output-dir"
 
 
 # --- What was read before -----------------------------------------------------------------------------------
@@ -240,4 +256,4 @@ def _remember(note: Path | None, folder: Path) -> None:
         return
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps({"folder": str(folder.resolve())}), encoding="utf-8")
+        write_text(note, json.dumps({"folder": str(folder.resolve())}))

@@ -9,7 +9,10 @@ nor Lightning is needed.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -17,157 +20,168 @@ from typing import IO, TYPE_CHECKING
 from lowprec_callback.failures import in_words
 from lowprec_callback.files import why
 from lowprec_callback.recording import FILE_NAME, Recorder, Recording
+from lowprec_callback.report import FILE_NAME as REPORT
 from lowprec_callback.show.terminal import beside_bars
 
 if TYPE_CHECKING:
     from lowprec_callback.report import Report
+    from lowprec_callback.show.plots import Plot
 
 Say = Callable[[str], None]
+
+HTML = "report.html"
+"""The page's name; `show.html`, which writes it, loads matplotlib, and is asked only then."""
 
 
 def publish(source: Recorder | Recording, folder: Path, *, say: Say, stream: IO[str] | None = None) -> Report | None:
     """Analyse, print the page on `stream` (default: standard output), write the files into `folder`, and name them.
 
-    No exception comes out of it, since the training of which it is a guest goes on; what fails is said by `say`. Ctrl-C
-    is the user's word to the caller and goes on to it, but only when the page is out: a first Ctrl-C while the report is
-    made begins that again, a second one ends it. After Ctrl-C no further file is begun.
+    No exception comes out of it, since the training of which it is a guest goes on; what fails is told through `say`.
+    Ctrl-C reaches the caller, but only when the page is out: while the report is made or printed, the first Ctrl-C
+    starts that once more and the second one ends it. After Ctrl-C no further file is begun.
 
     Returns:
         The report; None if the facts could not be analysed.
     """
-    try:
-        report, stopped = _on_the_terminal(source, say, stream)
-    except KeyboardInterrupt:
-        say(f"lowprec: stopped before the report was made; {whereabouts(source)}")
-        raise
-    except Exception as error:
-        say(f"lowprec: the report could not be finished ({in_words(error)}); {whereabouts(source)}")
-        return None
-    if stopped is not None:
-        say(f"lowprec: stopped before the files of the report were written; {whereabouts(source)}")
-        raise stopped
-    write_files(report, folder, say)
-    return report
-
-
-def _on_the_terminal(
-    source: Recorder | Recording, say: Say, stream: IO[str] | None
-) -> tuple[Report, KeyboardInterrupt | None]:
-    """The report, when its page has been printed, and the interrupt that came meanwhile.
-
-    Raises:
-        KeyboardInterrupt: a second one came.
-        Exception: the analysis failed.
-    """
     report: Report | None = None
     stopped: KeyboardInterrupt | None = None
-    while True:
+    printed = False
+    while not printed:
         try:
-            if report is None:
-                report = _analysed(source)
+            report = report or _analysed(source)
             _print(report, say, stream)
-            return report, stopped
+            printed = True
         except KeyboardInterrupt as interrupt:
             if stopped is not None:
+                say(f"lowprec: stopped before the page was out; {whereabouts(source)}")
                 raise
             stopped = interrupt
             say("lowprec: the page still comes, then this stops; Ctrl-C again stops at once")
+        except Exception as error:
+            say(f"lowprec: the report could not be finished ({in_words(error)}); {whereabouts(source)}")
+            break
+    if stopped is not None:
+        if report is not None:
+            say(f"lowprec: stopped before the files of the report were written; {whereabouts(source)}")
+        raise stopped
+    if report is not None:
+        write_files(report, folder, say)
+    return report
 
 
 def _analysed(source: Recorder | Recording) -> Report:
     from lowprec_callback.analyze.summary import analyze
 
-    if isinstance(source, Recording):
-        return analyze(source)
-    facts = source.snapshot()
-    # The page names the Recording's file: only one that is there.
-    return analyze(facts if source.kept() else Recording(facts.numbered, None))
+    return analyze(source.snapshot() if isinstance(source, Recorder) else source)
 
 
 def _print(report: Report, say: Say, stream: IO[str] | None) -> None:
-    """Print the page. A stream that is closed, or lacks what the page needs, does not keep the files from coming."""
-    import sys
-
+    """Print the page. A stream that is closed does not keep the files from coming."""
     try:
         from rich.console import Console
 
         from lowprec_callback.show.console import print_report
 
-        with beside_bars(stream or sys.stdout):
-            print_report(report, Console(file=stream))
-            (stream or sys.stdout).flush()
+        class Guest(Console):
+            def on_broken_pipe(self) -> None:
+                """Of rich: it would end the whole process where nobody reads the page any more."""
+                raise  # the error itself, as of any stream
+
+        stream = sys.stdout if stream is None else stream
+        with beside_bars(stream):
+            print_report(report, Guest(file=stream))
+            stream.flush()
     except Exception as error:
         say(f"lowprec: the page could not be printed ({why(error)})")
 
 
+def whereabouts(source: Recorder | Recording) -> str:
+    """Where the facts are and how to see them, as a clause. It holds at this moment: the disk is asked, not memory."""
+    if source.path is None:
+        return "what was measured is not on disk"
+    known = len(source.snapshot() if isinstance(source, Recorder) else source)
+    kept = source.kept() if isinstance(source, Recorder) else known if source.path.is_file() else 0
+    again = shlex.quote(str(source.path.parent if source.path.name == FILE_NAME else source.path))
+    if not kept:
+        reason = source.lost if isinstance(source, Recorder) else None
+        return f"nothing of what was measured is on disk ({reason or f'{source.path} is gone'})"
+    if kept < known:
+        return (
+            f"of what was measured, {source.path} holds only the first {kept} of {known} lines: show them with "
+            f"`lowprec report {again}`"
+        )
+    return f"all that was measured is in {source.path}: show it with `lowprec report {again}`"
+
+
 @dataclass
 class _Written:
-    """Which files are there, and which are not, by reason."""
+    """The files that are there, and by reason those that are not."""
 
     names: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
 
     def one(self, name: str, write: Callable[[], object]) -> None:
-        """Write one file and note how it went."""
+        """Write one file, and note how it went."""
         try:
             write()
         except Exception as error:
-            self.refuse(name, why(error))
+            self.refuse(name, error)
         else:
             self.names.append(name)
 
-    def refuse(self, name: str, reason: str) -> None:
-        self.refused.setdefault(reason, []).append(name)
+    def refuse(self, name: str, error: Exception) -> None:
+        """Note why a file is not there."""
+        self.refused.setdefault(why(error), []).append(name)
 
 
 def write_files(report: Report, folder: Path, say: Say) -> bool:
-    """Write report.json, the plots and the HTML page, then name those that are there, and say why others are not.
+    """Write report.json, the plots and the HTML page; then name those that are there, and say why others are not.
 
-    Returns whether all could be written; a plot that has nothing to show is none of them.
+    A plot for which a report has no data is not missing: the HTML page says why there is none.
+
+    Returns:
+        Whether everything could be written.
 
     Raises:
         KeyboardInterrupt: it came meanwhile. What is there is named all the same.
     """
     written = _Written()
+    end = ", then this was stopped"
     try:
-        _write_all(report, folder, written)
-    except BaseException:
-        say(_named(written.names, folder) + ", then this was stopped")
-        raise
+        with suppress(OSError):  # each file will say so
+            folder.mkdir(parents=True, exist_ok=True)
+        written.one(REPORT, lambda: report.save(folder / REPORT))
+        _write_plots(report, folder, written)
+        written.one(HTML, lambda: _write_html(report, folder, written.names))
+        end = ""
     finally:
+        if written.names:
+            say(f"lowprec: written in {folder}: {', '.join(written.names)}{end}")
+        elif end:
+            say(f"lowprec: stopped before a file of the report was written in {folder}")
         for reason, names in written.refused.items():
-            say(f"lowprec: {_listed(names)} could not be written in {folder} ({reason})")
-    if written.names:
-        say(_named(written.names, folder))
+            say(f"lowprec: {', '.join(names)} could not be written in {folder} ({reason})")
     return not written.refused
 
 
-def _write_all(report: Report, folder: Path, written: _Written) -> None:
-    from lowprec_callback.report import FILE_NAME as REPORT
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        pass  # each file says so
-    written.one(REPORT, lambda: report.save(folder / REPORT))
-    _write_plots(report, folder, written)
-    page = "report.html"
-
-    def write_page() -> None:
-        from lowprec_callback.show import html
-
-        html.save(report, folder / page, [page, *written.names])
-
-    written.one(page, write_page)
-
-
 def _write_plots(report: Report, folder: Path, written: _Written) -> None:
-    """Write the plots; those that are there when Ctrl-C comes are noted as well."""
     done: list[Plot] = []
     try:
-        from lowprec_callback.show import plots
+        from lowprec_callback.show.plots import save_all
+
+        save_all(report, folder, done)
     except Exception as error:  # matplotlib cannot be loaded
-        written.refuse("the plots", why(error))
-        return
-    try:
-        done = list(plots.save_all(report, folder, done))
+        written.refuse("the plots", error)
+    finally:
+        for plot in done:
+            if plot.path is not None:
+                written.names.append(plot.path.name)
+            elif plot.failed:
+                name, _, reason = (plot.reason or plot.name).partition(": ")
+                written.refused.setdefault(reason, []).append(f"{name}.png")
+
+
+def _write_html(report: Report, folder: Path, others: Sequence[str]) -> None:
+    from lowprec_callback.show import html
+
+    html.save(report, folder / html.FILE_NAME, [html.FILE_NAME, *others])

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -45,44 +47,249 @@ Scaling = Literal["none", "tensor-delayed", "tensor-current", "block-128", "mx-3
 GRADIENT_FORMAT: dict[str, Format] = {"HYBRID": "e5m2", "E4M3": "e4m3"}
 """TE's `fp8_format` to the format of output gradients; weights and inputs are E4M3 in both."""
 
-_EVERY = ("fp8_format", "fp8_dpa", "fp8_mha", "backward_override")
-TE_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "DelayedScaling": (*_EVERY, "margin", "amax_history_len", "amax_compute_algo", "reduce_amax"),
-    "Float8CurrentScaling": (*_EVERY, "use_power_2_scales"),
-    "Float8BlockScaling": (
-        *_EVERY,
-        "use_f32_scales",
-        "x_block_scaling_dim",
-        "w_block_scaling_dim",
-        "grad_block_scaling_dim",
-    ),
-    "MXFP8BlockScaling": (*_EVERY, "margin", "enable_2d_quantization"),
-    "NVFP4BlockScaling": (
-        *_EVERY,
-        "fp4_format",
-        "disable_rht",
-        "disable_stochastic_rounding",
-        "disable_2d_quantization",
-        "row_scaled_activation",
-        "nvfp4_4over6",
-        "nvfp4_4over6_e4m3_use_256",
-        "nvfp4_4over6_err_mode",
-    ),
-    "CustomRecipe": (*_EVERY, "qfactory", "quantization_alignment"),
-}
-"""TE's recipe classes and those of their arguments that TOML can say (TE 2.20.2; a test compares).
-
-A name that is not here is refused: a card with an argument of unknown meaning could not say which operand
-formats it asks for.
-"""
-
-
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Where a custom recipe's factory is, as entry points of packages are written."""
+
+_RECORDED_FUNCTION = re.compile(r"<function \S+>")
+"""How a Recording names a function that was an argument, see `RecipeCard.to_fact`."""
 
 
 class RecipeError(ValueError):
     """A recipe that is not known, or a card that cannot be read. The text names what is allowed instead."""
+
+
+# --- Transformer Engine's arguments ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What one argument of a TE recipe class may be."""
+
+    allowed: str
+    """In words, to stand behind "must be"."""
+    plain: Callable[[Any], Any]
+    """From a value that TE takes to the same as plain data, the way cards and Recordings carry it. Raises ValueError
+    or TypeError where TE refuses the value, or takes it and fails in the first step."""
+    names: tuple[str, ...] = ()
+    """Texts that are allowed, for a misspelling to be set right."""
+
+
+def _flag(value: Any) -> bool:
+    """TE's classes are pydantic's, so 0, 1, "true" and "no" are flags as well."""
+    return bool(_adapter(bool).validate_python(value))
+
+
+def _integer(value: Any) -> int:
+    """As pydantic reads it: 16.0, "16" and NumPy's integers too. TE reads True as 1; we take it for a mistake."""
+    if type(value).__name__ in ("bool", "bool_"):  # Python's or NumPy's
+        raise ValueError("a flag is no number")
+    return int(_adapter(int).validate_python(value))
+
+
+def _integer_from(least: int) -> Argument:
+    def plain(value: Any) -> int:
+        number = _integer(value)
+        if number < least:
+            raise ValueError("too small")
+        return number
+
+    return Argument(f"a whole number of at least {least}", plain)
+
+
+def _dimensions(value: Any) -> int:
+    number = _integer(value)
+    if number not in (1, 2):
+        raise ValueError("neither 1 nor 2")
+    return number
+
+
+def _name_of(names: tuple[str, ...], value: Any) -> str:
+    """One of the names. TE's enum `Format` is read by the names of its members."""
+    text = value.name if isinstance(value, Enum) and not isinstance(value, str) else value
+    text = str.__str__(_adapter(str).validate_python(text))
+    if text not in names:
+        raise ValueError("another name")
+    return text
+
+
+def _one_of(*names: str, what: str = "", none: bool = False) -> Argument:
+    def plain(value: Any) -> str | None:
+        return None if none and value is None else _name_of(names, value)
+
+    return Argument(f"{'None or ' if none else ''}{what}{' or '.join(map(repr, names))}", plain, names)
+
+
+def _function(value: Any) -> Any:
+    """A function stays what it is: `RecipeCard.to_fact` gives the Recording its name."""
+    if callable(value) or (isinstance(value, str) and _RECORDED_FUNCTION.fullmatch(value)):
+        return value
+    raise TypeError("no function")
+
+
+def _function_or(*names: str) -> Argument:
+    def plain(value: Any) -> Any:
+        try:
+            return _function(value)
+        except TypeError:
+            return _name_of(names, value)
+
+    return Argument(f"{', '.join(map(repr, names))} or a function", plain, names)
+
+
+def _factory(value: Any) -> Any:
+    return value if isinstance(value, str) and _FACTORY.fullmatch(value) else _function(value)
+
+
+def _accumulator(value: Any) -> dict[str, bool]:
+    """TE's `MMParams`, or the same as a table, which is what it becomes: TE takes both."""
+    if not isinstance(value, Mapping):
+        return {"use_split_accumulator": _flag(value.use_split_accumulator)}
+    if value.keys() - {"use_split_accumulator"}:  # TE would ignore a misspelled key
+        raise ValueError("another key")
+    return {"use_split_accumulator": _flag(value.get("use_split_accumulator", True))}
+
+
+def _split_accumulator(value: Any) -> dict[str, bool]:
+    options = _accumulator(value)
+    if not options["use_split_accumulator"]:
+        raise ValueError("not split")
+    return options
+
+
+def _off(value: Any) -> bool:
+    if _flag(value):
+        raise ValueError("on")
+    return False
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise ValueError("something")
+
+
+_FLAG = Argument("True or False", _flag)
+_INTEGER = Argument("a whole number", _integer)
+_DIMENSIONS = Argument("1 or 2", _dimensions)
+_TRAINED = _one_of(*GRADIENT_FORMAT)
+_SCOPE = _one_of("none", "weights", "activations", "all")
+_MM_PARAMS = Argument('a table like {"use_split_accumulator": True}, or TE\'s MMParams', _accumulator)
+_SPLIT = Argument('{"use_split_accumulator": True} (block scaling needs it)', _split_accumulator)
+_NO_ATTENTION = Argument("False (block scaling has no FP8 attention)", _off)
+
+_EVERY: dict[str, Argument] = {
+    "fp8_format": _TRAINED,
+    "fp8_dpa": _FLAG,
+    "fp8_mha": _FLAG,
+    "backward_override": _one_of("high_precision", "dequantized", none=True),
+}
+
+TE_ARGUMENTS: dict[str, dict[str, Argument]] = {
+    "DelayedScaling": {
+        **_EVERY,
+        "backward_override": Argument("None (delayed scaling has no other backward pass)", _nothing),
+        "margin": _INTEGER,
+        "amax_history_len": _integer_from(1),
+        "amax_compute_algo": _function_or("max", "most_recent"),
+        "scaling_factor_compute_algo": Argument(
+            "None or a function", lambda value: None if value is None else _function(value)
+        ),
+        "reduce_amax": _FLAG,
+    },
+    "Float8CurrentScaling": {
+        **_EVERY,
+        "use_power_2_scales": _FLAG,
+        "fp8_gemm_fprop": _MM_PARAMS,
+        "fp8_gemm_dgrad": _MM_PARAMS,
+        "fp8_gemm_wgrad": _MM_PARAMS,
+    },
+    "Float8BlockScaling": {
+        **_EVERY,
+        "fp8_dpa": _NO_ATTENTION,
+        "fp8_mha": _NO_ATTENTION,
+        "use_f32_scales": _FLAG,
+        "x_block_scaling_dim": _DIMENSIONS,
+        "w_block_scaling_dim": _DIMENSIONS,
+        "grad_block_scaling_dim": _DIMENSIONS,
+        "fp8_gemm_fprop": _SPLIT,
+        "fp8_gemm_dgrad": _SPLIT,
+        "fp8_gemm_wgrad": _SPLIT,
+    },
+    "MXFP8BlockScaling": {**_EVERY, "margin": _INTEGER, "enable_2d_quantization": _FLAG},
+    "NVFP4BlockScaling": {
+        **_EVERY,
+        "fp8_format": _one_of("E4M3"),  # of the scales
+        "fp4_format": _one_of("E2M1"),
+        "disable_rht": _FLAG,
+        "disable_stochastic_rounding": _FLAG,
+        "disable_2d_quantization": _FLAG,
+        "row_scaled_activation": _FLAG,
+        "nvfp4_4over6": _SCOPE,
+        "nvfp4_4over6_e4m3_use_256": _SCOPE,
+        "nvfp4_4over6_err_mode": _one_of("MAE", "MSE"),
+    },
+    "CustomRecipe": {
+        **_EVERY,
+        "fp8_format": _one_of("HYBRID", "E4M3", "E5M2", "E2M1"),  # the factory decides, TE only reads it
+        "qfactory": Argument('a function of quantizers, or its place as "package.module:function"', _factory),
+        "quantization_alignment": _integer_from(1),
+    },
+}
+"""TE's recipe classes, their arguments, and what each may be (TE 2.20.2; a test compares).
+
+It stands here because a wrong argument is to be refused when the profiler is constructed, on machines without TE as
+well. A name that is not here is refused: a card with an argument of unknown meaning could not say which operand
+formats it asks for.
+"""
+
+BLOCK_DIMENSIONS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+"""TE's defaults. Of two operands of a GEMM, TE multiplies no two whose blocks have two dimensions."""
+
+
+def _plain(te_class: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as plain data.
+
+    Raises:
+        RecipeError: one that the class does not take, by its name or its value, or two that exclude each other.
+    """
+    known = _te_arguments(te_class)
+    found = {}
+    for name, value in arguments.items():
+        if name not in known:
+            owner = te_class or "a recipe without te_class"
+            raise RecipeError(f"{owner} takes no argument {name!r}{_instead(name, known)}")
+        argument = known[name]
+        try:
+            found[name] = argument.plain(value)
+        except Exception as error:  # whatever the value's own methods raise
+            instead = _near(value, argument.names) if isinstance(value, str) else ""
+            raise RecipeError(f"{name}={_in_short(value)}: must be {argument.allowed}{instead}") from error
+    if te_class == "CustomRecipe" and "qfactory" not in found:
+        raise RecipeError(f"qfactory is missing: must be {known['qfactory'].allowed}")
+    if te_class == "Float8BlockScaling":
+        two = [f"{name}=2" for name, usual in BLOCK_DIMENSIONS.items() if found.get(name, usual) == 2]
+        if len(two) > 1:
+            raise RecipeError(f"{' and '.join(two)}: TE multiplies no two operands with blocks of two dimensions")
+    return found
+
+
+def _in_short(value: Any) -> str:
+    """A value on one line, for a message."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"an object of {type(value).__qualname__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _recorded(value: Any) -> Any:
+    """An argument as a Recording can hold it: a function by its name, which `with_arguments` reads back as it is."""
+    if not callable(value):
+        return value
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    return f"<function {owner.__module__}.{owner.__qualname__}>"
+
+
+# --- Cards -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,7 +343,8 @@ class RecipeCard:
     te_class: str | None = None
     """Class in `transformer_engine.common.recipe`; None for a recipe outside every quantized region."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `te_class`. Formats are names ("HYBRID"); the engine turns them into TE's enum."""
+    """Keyword arguments of `te_class`, as plain data where they can be. Formats are names ("HYBRID"); the engine turns
+    them into TE's enum."""
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
     """plain_torch: the dtype of torch.autocast; None for no autocast."""
     emulated_from: tuple[int, int] | None = None
@@ -147,16 +355,7 @@ class RecipeCard:
             raise RecipeError("align_m, align_k and align_n are whole numbers from 1")
         if min(self.bytes_rowwise, self.bytes_columnwise) <= 0:
             raise RecipeError("bytes_rowwise and bytes_columnwise are numbers above 0")
-        known = _te_arguments(self.te_class)
-        for name in self.arguments:
-            if name not in known:
-                owner = self.te_class or "a recipe without te_class"
-                raise RecipeError(f"{owner} takes no argument {name!r}{_instead(name, known)}")
-        if self.te_class == "CustomRecipe" and not _FACTORY.fullmatch(str(self.arguments.get("qfactory"))):
-            raise RecipeError(
-                f"qfactory is {self.arguments.get('qfactory')!r}; CustomRecipe wants a function of quantizers "
-                'as "package.module:function"'
-            )
+        object.__setattr__(self, "arguments", _plain(self.te_class, self.arguments))
         gradient = _gradient_format(self.te_class, self.arguments)
         if gradient and {self.dgrad[1], self.wgrad[1]} != {gradient}:
             raise RecipeError(
@@ -171,9 +370,9 @@ class RecipeCard:
         pass in BF16 is then a difference from it that the verdict books as by request.
 
         Raises:
-            RecipeError: an argument that the TE class does not take, or a format that it does not train in.
+            RecipeError: an argument, or a value, that the TE class does not take; the text says what is allowed.
         """
-        merged = {**self.arguments, **arguments}
+        merged = _plain(self.te_class, {**self.arguments, **arguments})
         gradient = _gradient_format(self.te_class, merged)
         if gradient is None:
             return replace(self, arguments=merged)
@@ -198,14 +397,14 @@ class RecipeCard:
             dgrad=self.dgrad,
             wgrad=self.wgrad,
             scaling=self.scaling,
-            arguments=dict(self.arguments),
+            arguments={name: _recorded(value) for name, value in self.arguments.items()},
             baseline=baseline,
         )
 
 
-def _te_arguments(te_class: str | None) -> tuple[str, ...]:
+def _te_arguments(te_class: str | None) -> Mapping[str, Argument]:
     if te_class is None:
-        return ()
+        return {}
     if te_class not in TE_ARGUMENTS:
         raise RecipeError(f"no te_class {te_class!r}{_instead(te_class, TE_ARGUMENTS)}")
     return TE_ARGUMENTS[te_class]
@@ -214,18 +413,25 @@ def _te_arguments(te_class: str | None) -> tuple[str, ...]:
 def _gradient_format(te_class: str | None, arguments: Mapping[str, Any]) -> Format | None:
     """Format of FP8 output gradients; None where `fp8_format` does not decide it (NVFP4, a custom one)."""
     name = arguments.get("fp8_format")
-    if name is None or te_class in ("NVFP4BlockScaling", "CustomRecipe"):
-        return None
-    if name not in GRADIENT_FORMAT:
-        raise RecipeError(f"fp8_format is {name!r}; TE trains in {' or '.join(GRADIENT_FORMAT)}")
-    return GRADIENT_FORMAT[name]
+    return None if name is None or te_class in ("NVFP4BlockScaling", "CustomRecipe") else GRADIENT_FORMAT[name]
+
+
+def near(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelled one is nearest to, whatever its case, if any is near."""
+    folded = {each.casefold(): each for each in known}
+    found = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[found[0]] if found else None
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    found = near(name, known)
+    return f"; did you mean {found!r}?" if found is not None else ""
 
 
 def _instead(name: str, known: Iterable[str]) -> str:
     """What to write instead of a name that is not known: the nearest one, and all of them."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{f'; did you mean {near[0]!r}?' if near else ';'} known: {', '.join(known) or 'none'}"
+    return f"{_near(name, known) or ';'} known: {', '.join(known) or 'none'}"
 
 
 # --- Reading ---------------------------------------------------------------------------------------------
@@ -259,7 +465,7 @@ def load_cards(*places: Path | str) -> dict[str, RecipeCard]:
 
 def _load(place: Path, known: Mapping[str, RecipeCard]) -> dict[str, RecipeCard]:
     """The cards of one file or folder, by name. `known` is what `based_on` may name."""
-    files = sorted(place.glob("*.toml")) if place.is_dir() else [place]
+    files = sorted(place.glob("*.toml")) if os.path.isdir(place) else [place]
     if not files:
         raise RecipeError(f"{place}: holds no recipe card (*.toml)")
     cards: dict[str, RecipeCard] = {}
@@ -308,7 +514,7 @@ def _validate(body: dict[str, Any]) -> RecipeCard:
     from pydantic import ValidationError
 
     try:
-        return _adapter().validate_python(body)  # type: ignore[no-any-return]
+        return _adapter(RecipeCard).validate_python(body)  # type: ignore[no-any-return]
     except ValidationError as error:
         # A key that is not known comes first: spelled right, it is often the one that is missing.
         first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
@@ -325,10 +531,10 @@ def _validate(body: dict[str, Any]) -> RecipeCard:
 
 
 @cache
-def _adapter() -> Any:
+def _adapter(kind: type) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(RecipeCard)
+    return TypeAdapter(kind)
 
 
 # --- Choosing --------------------------------------------------------------------------------------------
@@ -345,7 +551,8 @@ def resolve(names: Sequence[str] | str | None, engine: str) -> list[RecipeCard]:
             another engine: `static_refusal` then says so, beside the recipes that do run.
 
     Raises:
-        RecipeError: an unknown name, a card that cannot be read, a folder with no card for the engine.
+        RecipeError: an unknown name, a card that cannot be read, a folder with no card for the engine, two places with
+            different cards of one name.
     """
     if names is None:
         return [card for card in load_cards().values() if engine in card.engines]
@@ -354,11 +561,15 @@ def resolve(names: Sequence[str] | str | None, engine: str) -> list[RecipeCard]:
         raise RecipeError("no recipe is named; give names, paths of cards, or nothing for all that can run")
     cards = load_cards()
     at_place: dict[str, list[RecipeCard]] = {}
+    first_place: dict[str, str] = {}
     for name in asked:
         if name not in cards and _is_place(name):
             own = _load(Path(name), cards)
+            for card in own.values():
+                if (first := first_place.setdefault(card.name, name)) != name and cards[card.name] != card:
+                    raise RecipeError(f"{name}: holds another card with the name {card.name!r} than {first}")
             cards.update(own)
-            folder = Path(name).is_dir()
+            folder = os.path.isdir(name)
             at_place[name] = [card for card in own.values() if engine in card.engines or not folder]
             if not at_place[name]:
                 raise RecipeError(f"{name}: holds no card for the engine {engine}")
@@ -371,7 +582,7 @@ def resolve(names: Sequence[str] | str | None, engine: str) -> list[RecipeCard]:
 
 
 def _is_place(name: str) -> bool:
-    return name.endswith(".toml") or "/" in name or "\\" in name or Path(name).is_dir()
+    return name.endswith(".toml") or "/" in name or "\\" in name or os.path.isdir(name)
 
 
 def static_refusal(

@@ -276,8 +276,8 @@ class Recorder:
         self._write_rest()
 
     def snapshot(self) -> Recording:
-        """All facts so far."""
-        return Recording(self._lines, self.path)
+        """All facts so far. When the Recorder is closed, the snapshot has a path only if facts are there."""
+        return Recording(self._lines, None if self._closed and not self.kept() else self.path)
 
     def write(self) -> None:
         """Put facts that were kept in memory on disk. A disk that refuses them harms nobody: see `lost`."""
@@ -321,7 +321,7 @@ class Recorder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # O_EXCL: a Recording is never written over; two runs never share a file.
             # A bare descriptor, without a buffer: what is not on disk must be known, and never be written later.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0)
             self._file = os.open(self.path, flags, 0o666)
             self._know(os.fstat(self._file))
         except OSError as error:
@@ -344,7 +344,6 @@ class Recorder:
         try:
             if self._torn:
                 os.ftruncate(self._file, self._size)
-                os.lseek(self._file, self._size, os.SEEK_SET)
             self._torn = True
             while done < len(data):
                 done += os.write(self._file, data[done:])

@@ -149,7 +149,6 @@ def test_json_of_what_is_not_comparable(runs: dict[str, str], tmp_path: Path) ->
     [
         (["--gate", "step"], "a gate is METRIC:RECIPE<=LIMIT"),
         (["--allow", "torch"], "'torch' is no difference that can be allowed"),
-        (["--json", "/dev/null/x.json"], "/dev/null/x.json: cannot be written"),
     ],
 )
 def test_bad_input(words: list[str], sentence: str, runs: dict[str, str], capsys: Capture) -> None:
@@ -158,6 +157,15 @@ def test_bad_input(words: list[str], sentence: str, runs: dict[str, str], capsys
     assert out == ""
     assert sentence in err
     assert err.count("\n") == 1
+
+
+def test_json_that_cannot_be_written_takes_no_page_away(runs: dict[str, str], capsys: Capture) -> None:
+    assert compare(runs["a"], runs["slow"], "--gate", "step:fp8_delayed<=1ms", "--json", "/dev/null/x.json") == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("What changed from A to B")
+    gate, refused = err.splitlines()
+    assert "does not hold" in gate
+    assert refused == "lowprec compare: /dev/null/x.json: cannot be written (Not a directory)"
 
 
 def test_no_such_run(runs: dict[str, str], tmp_path: Path, capsys: Capture) -> None:

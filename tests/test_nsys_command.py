@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import inspect
 import json
@@ -10,6 +11,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +179,39 @@ def test_broken_files_get_a_sentence(
 
 def test_a_folder_that_cannot_be_written(two_recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("taken").write_text("a file", encoding="utf-8")
-    _, err = page([str(two_recipes), "--output-dir", "taken"], capsys, code=2)
+    out, err = page([str(two_recipes), "--output-dir", "taken"], capsys, code=2)
     assert "taken: cannot be written" in err
+    assert "fp8_delayed makes a step 1.40x faster" in out  # reading took long: the page is shown all the same
+    assert "Recording not on disk" in out
+
+
+def test_a_report_that_cannot_be_written_takes_no_page_away(
+    two_recipes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    out, err = page([str(two_recipes), "--html"], capsys, code=2)
+    assert "fp8_delayed makes a step 1.40x faster" in out
+    (folder,) = Path(nsys_command.OUTPUT_DIR).iterdir()
+    assert err == f"lowprec nsys: {folder / 'report.json'}: cannot be written (No space left on device)"
+    assert [path.name for path in folder.iterdir()] == ["recording.jsonl"]
+    monkeypatch.undo()
+
+
+def test_a_recording_that_had_to_move_is_told(
+    two_recipes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setattr(nsys_command, "new_run_folder", lambda *_: Path("/dev/null/run"))
+    out, err = page([str(two_recipes)], capsys)
+    (folder,) = elsewhere.iterdir()
+    assert "fp8_delayed makes a step 1.40x faster" in out
+    assert err.endswith(f"all facts are in {folder / 'recording.jsonl'}")
+    assert sorted(path.name for path in folder.iterdir()) == ["recording.jsonl", "report.json"]
 
 
 # -- capturing -------------------------------------------------------------------------------------------------------

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 import tomllib
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,8 +117,10 @@ def te(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def te_recipe(te: ModuleType, card: RecipeCard) -> Any:
     arguments = dict(card.arguments)
-    if "fp8_format" in arguments:
-        arguments["fp8_format"] = te.Format[arguments["fp8_format"]]
+    for name in {"fp8_format", "fp4_format"} & arguments.keys():
+        arguments[name] = te.Format[arguments[name]]
+    if isinstance(arguments.get("qfactory"), str):
+        arguments["qfactory"] = print  # the engine would import it
     return getattr(te, str(card.te_class))(**arguments)
 
 
@@ -198,21 +204,102 @@ def test_nvfp4_says_what_te_does_to_its_operands(te: ModuleType) -> None:
 
 @pytest.mark.parametrize("te_class", recipes.TE_ARGUMENTS)
 def test_the_known_arguments_are_te_s(te: ModuleType, te_class: str) -> None:
-    """All of TE's arguments but those that no TOML can say: functions and objects."""
-    objects = {"scaling_factor_compute_algo", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"}
-    fields = {each.name for each in dataclasses.fields(getattr(te, te_class))} - objects
+    fields = {each.name for each in dataclasses.fields(getattr(te, te_class))}
     if metadata_version() == "2.20.2":
         assert set(recipes.TE_ARGUMENTS[te_class]) == fields
     else:
         assert set(recipes.TE_ARGUMENTS[te_class]) & fields
 
 
+def test_the_known_defaults_are_te_s(te: ModuleType) -> None:
+    recipe = te.Float8BlockScaling()
+    assert {name: getattr(recipe, name) for name in recipes.BLOCK_DIMENSIONS} == recipes.BLOCK_DIMENSIONS
+
+
+CUSTOM = recipes.read_card(Path(__file__).parents[1] / "examples" / "recipes" / "nvfp4_reference.toml")
+BY_CLASS = {str(card.te_class): card for card in [*TE_CARDS, CUSTOM]}
+
+
+class Scope(StrEnum):
+    ALL = "all"
+
+
+def twice(history: Any) -> Any:
+    return history
+
+
+VALUES: list[Any] = [
+    *[None, True, False, np.True_, 0, 1, 2, 16, -6, 2**40, 0.0, 1.0, 16.0, 1.5, float("nan"), float("inf")],
+    *[np.int64(16), np.float32(16.0), np.float64(1.5), np.arange(3), "16", "true", "no", "", b"true", (), [], {}],
+    *["max", "most_recent", "median", "MAX", "high_precision", "dequantized", "none", Scope.ALL, "weights", "MAE"],
+    *[twice, len, lambda history: history, functools.partial(twice), object(), Ellipsis, int],
+    *[{"use_split_accumulator": True}, {"use_split_accumulator": False}, {"use_split_accumulator": "maybe"}],
+]
+
+
+def stricter(te_class: str, name: str, value: Any) -> bool:
+    """What TE constructs and we refuse: a flag as a number, and what fails in the first step or trains in no format."""
+    if "format" in name:
+        return te_class not in ("NVFP4BlockScaling", "CustomRecipe") and value.name == "E2M1"
+    numbers = ("margin", "amax_history_len", "scaling_dim", "alignment")
+    if name.endswith(numbers) and isinstance(value, bool | np.bool_):
+        return True
+    return name == "amax_history_len" and value in (0, -6)
+
+
+@pytest.mark.parametrize(
+    ("te_class", "name"), [(te_class, name) for te_class, names in recipes.TE_ARGUMENTS.items() for name in names]
+)
+def test_what_te_takes_is_what_we_take(te: ModuleType, te_class: str, name: str) -> None:
+    """Every argument with values of every kind, against TE's own class; and what we make of a value, TE takes."""
+    if metadata_version() != "2.20.2":
+        pytest.skip("the table is that of Transformer Engine 2.20.2")
+    taken = 0
+    formats = [] if "format" not in name else list(te.Format)
+    base = {"qfactory": twice} if te_class == "CustomRecipe" else {}
+    others = {"w_block_scaling_dim": 1} if name in ("x_block_scaling_dim", "grad_block_scaling_dim") else {}
+    for value in [*VALUES, *formats, te.MMParams(use_split_accumulator=True), te.MMParams(use_split_accumulator=False)]:
+        arguments = {**base, **others, name: value}
+        try:
+            theirs = getattr(getattr(te, te_class)(**arguments), name)
+        except ValueError:  # pydantic's; TE's assertions are among them
+            with pytest.raises(RecipeError, match=rf"^{name}="):
+                BY_CLASS[te_class].with_arguments(arguments)
+            continue
+        if stricter(te_class, name, value):
+            with pytest.raises(RecipeError, match=rf"^{name}="):
+                BY_CLASS[te_class].with_arguments(arguments)
+            continue
+        card = BY_CLASS[te_class].with_arguments(arguments)
+        assert getattr(te_recipe(te, card), name) == theirs, value
+        recording.encode(card.to_fact(baseline=False))  # all of it is data
+        taken += 1
+    assert taken
+
+
+def test_2d_blocks_go_together_as_in_te(te: ModuleType) -> None:
+    for x in (1, 2):
+        for w in (1, 2):
+            for grad in (1, 2):
+                arguments = {"x_block_scaling_dim": x, "w_block_scaling_dim": w, "grad_block_scaling_dim": grad}
+                for left_out in ({}, {"w_block_scaling_dim"}, {"x_block_scaling_dim"}):
+                    asked = {name: value for name, value in arguments.items() if name not in left_out}
+                    try:
+                        te.Float8BlockScaling(**asked)
+                    except ValueError:
+                        with pytest.raises(RecipeError, match=r"=2 and .*: TE multiplies no two operands"):
+                            BY_CLASS["Float8BlockScaling"].with_arguments(asked)
+                    else:
+                        BY_CLASS["Float8BlockScaling"].with_arguments(asked)
+
+
 @pytest.mark.parametrize("factory", [None, "a.b", "a.b:", ":f", "a b:f", "a.b:f()", 3])
-def test_a_custom_recipe_needs_the_place_of_its_factory(factory: Any) -> None:
-    card = recipes.read_card(Path(__file__).parents[1] / "examples" / "recipes" / "nvfp4_reference.toml")
-    assert card.te_class == "CustomRecipe"
-    with pytest.raises(RecipeError, match=r"CustomRecipe wants a function of quantizers"):
-        card.with_arguments({"qfactory": factory})
+def test_a_custom_recipe_needs_its_factory_or_its_place(factory: Any) -> None:
+    assert CUSTOM.te_class == "CustomRecipe"
+    with pytest.raises(RecipeError, match=r"^qfactory=.*: must be a function of quantizers, or its place"):
+        CUSTOM.with_arguments({"qfactory": factory})
+    with pytest.raises(RecipeError, match=r"^qfactory is missing"):
+        dataclasses.replace(CUSTOM, arguments={})
 
 
 def test_delayed_scaling_cannot_be_built_with_a_backward_override(te: ModuleType) -> None:
@@ -248,12 +335,71 @@ def test_a_backward_override_leaves_what_is_asked() -> None:
         ("fp8_delayed", {"amax_histroy_len": 16}, "did you mean 'amax_history_len'"),
         ("fp8_current", {"disable_rht": True}, "Float8CurrentScaling takes no argument 'disable_rht'"),
         ("bf16", {"margin": 1}, "a recipe without te_class takes no argument 'margin'"),
-        ("fp8_delayed", {"fp8_format": "E5M2"}, "TE trains in HYBRID or E4M3"),
+        ("fp8_delayed", {"fp8_format": "E5M2"}, "fp8_format='E5M2': must be 'HYBRID' or 'E4M3'"),
+        ("fp8_delayed", {"fp8_format": "hybird"}, "must be 'HYBRID' or 'E4M3'; did you mean 'HYBRID'?"),
+        ("nvfp4", {"fp8_format": "HYBRID"}, "fp8_format='HYBRID': must be 'E4M3'"),
+        ("fp8_delayed", {"amax_history_len": "many"}, "amax_history_len='many': must be a whole number of at least 1"),
+        ("fp8_delayed", {"amax_history_len": True}, "amax_history_len=True: must be a whole number of at least 1"),
+        ("fp8_delayed", {"margin": 1.5}, "margin=1.5: must be a whole number"),
+        ("fp8_delayed", {"amax_compute_algo": "median"}, "must be 'max', 'most_recent' or a function"),
+        ("fp8_delayed", {"amax_compute_algo": "most_rcent"}, "did you mean 'most_recent'?"),
+        ("fp8_delayed", {"amax_compute_algo": "a.b:f"}, "amax_compute_algo='a.b:f': must be 'max'"),
+        ("fp8_delayed", {"backward_override": "dequantized"}, "must be None (delayed scaling has no other"),
+        ("fp8_current", {"backward_override": "high"}, "must be None or 'high_precision' or 'dequantized'"),
+        ("fp8_current", {"use_power_2_scales": "maybe"}, "use_power_2_scales='maybe': must be True or False"),
+        ("fp8_current", {"fp8_gemm_fprop": {"use_split_acumulator": 1}}, "must be a table like"),
+        ("fp8_block", {"fp8_dpa": True}, "fp8_dpa=True: must be False (block scaling has no FP8 attention)"),
+        ("nvfp4", {"disable_rht": np.zeros((50, 50))}, "...: must be True or False"),
     ],
 )
 def test_wrong_arguments(recipe: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(message)):
         CARDS[recipe].with_arguments(arguments)
+
+
+def test_arguments_become_plain_data() -> None:
+    """One run of 16 and one of "16" compare as equal, and the Recording holds no object of NumPy's."""
+    card = CARDS["fp8_delayed"].with_arguments({"amax_history_len": np.int64(16), "reduce_amax": "no", "margin": "3"})
+    assert {name: card.arguments[name] for name in ("amax_history_len", "reduce_amax", "margin")} == {
+        "amax_history_len": 16,
+        "reduce_amax": False,
+        "margin": 3,
+    }
+    assert type(card.arguments["amax_history_len"]) is int
+
+
+def test_a_function_is_recorded_by_its_name_and_read_back() -> None:
+    card = CARDS["fp8_delayed"].with_arguments(
+        {"amax_compute_algo": twice, "scaling_factor_compute_algo": lambda *_: 1}
+    )
+    assert card.arguments["amax_compute_algo"] is twice
+    fact = card.to_fact(baseline=False)
+    assert fact.arguments["amax_compute_algo"] == f"<function {__name__}.twice>"
+    read = recording.decode(recording.encode(fact))
+    assert isinstance(read, recording.Card)
+    assert CARDS["fp8_delayed"].with_arguments(read.arguments).to_fact(baseline=False) == fact
+
+
+class Hostile:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __index__(self) -> int:
+        raise RuntimeError("no")
+
+
+def test_a_value_that_raises_is_refused_as_any_other() -> None:
+    with pytest.raises(RecipeError, match=r"^margin=an object of Hostile: must be a whole number$"):
+        CARDS["fp8_delayed"].with_arguments({"margin": Hostile()})
+
+
+def test_cards_need_no_torch() -> None:
+    code = (
+        "import sys; from lowprec_callback.recipes import load_cards;"
+        "load_cards()['fp8_delayed'].with_arguments({'margin': 1});"
+        "sys.exit(bool({'torch', 'transformer_engine', 'lightning'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # --- Reading a user's cards ------------------------------------------------------------------------------
@@ -397,6 +543,22 @@ def test_folders_and_files_by_path(tmp_path: Path) -> None:
     wide.unlink()
     with pytest.raises(RecipeError, match="holds no card for the engine plain_torch"):
         resolve(str(tmp_path), "plain_torch")
+
+
+def test_two_places_with_one_name_are_refused(tmp_path: Path) -> None:
+    """Else one of them would not run, and nobody would know which."""
+    (tmp_path / "other").mkdir()
+    one = str(write(tmp_path, "one", 'name = "short"\nbased_on = "fp8_delayed"\narguments = {margin = 1}\n'))
+    two = str(write(tmp_path / "other", "two", 'name = "short"\nbased_on = "fp8_delayed"\narguments = {margin = 2}\n'))
+    assert names([one, one, str(tmp_path)]) == ["short"], "the same card, however often"
+    with pytest.raises(RecipeError, match=r"two\.toml: holds another card with the name 'short' than .*one\.toml"):
+        names([one, two])
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\0", "a/\0.toml"])
+def test_what_no_file_system_takes_is_no_recipe(name: str) -> None:
+    with pytest.raises(RecipeError):
+        names([name])
 
 
 def test_a_folder_of_the_same_name_does_not_hide_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +292,14 @@ def test_a_missing_file_says_what_to_give(tmp_path: Path, name: str) -> None:
 
 def test_a_recording_is_never_written_over(written: Path) -> None:
     before = (written / recording.FILE_NAME).read_bytes()
-    with pytest.raises(FileExistsError):
-        recorder(written)
+    file = recorder(written)
+    assert file.lost == f"{written / recording.FILE_NAME}: File exists; later facts are only in memory"
+    file.add(step(7))
+    file.close()
     assert (written / recording.FILE_NAME).read_bytes() == before
+    assert file.path.parent != written
+    assert read(file.path).of(StepTime) == [step(7)]
+    shutil.rmtree(file.path.parent)
 
 
 def test_folders_are_made(tmp_path: Path) -> None:
@@ -303,68 +315,287 @@ def test_a_fact_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
     file.close()
 
 
-class FullDisk:
-    """A file that takes some bytes and then none."""
-
-    def __init__(self, room: int, strerror: str | None = "No space left on device", closes: bool = True) -> None:
-        self.room, self.closes, self.closed, self.text = room, closes, False, ""
-        self.error = OSError(28, strerror) if strerror else OSError("gone")
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        if len(self.text) > self.room:
-            raise self.error
-
-    def close(self) -> None:
-        self.closed = True
-        if not self.closes:
-            raise self.error
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    ("disk", "why"),
-    [
-        (FullDisk(100), "No space left on device"),
-        (FullDisk(100, closes=False), "No space left on device"),
-        (FullDisk(0, strerror=None), "gone"),
-    ],
-)
-def test_a_full_disk_does_no_harm(tmp_path: Path, disk: FullDisk, why: str) -> None:
-    file = recorder(tmp_path)
-    file.close()
-    file._file = disk  # type: ignore[assignment]
-    for index in range(5):
-        file.add(step(index))
-    assert file.lost == f"{tmp_path / recording.FILE_NAME}: {why}; later facts are only in memory"
-    assert disk.closed
-    assert disk.text.count("\n") < 5
-    assert file.snapshot().of(StepTime) == [step(index) for index in range(5)]
-    file.close()
+class Disk:
+    """The disk under one Recorder: it takes some bytes and then none, and new files only where it is told to.
+
+    `moods` are what the next `replacing` of the Recorder do: None goes well, an error is raised.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Recorder) -> None:
+        self.room: int | None = None
+        self.error: BaseException = FULL
+        self.moods: list[BaseException] = []
+        real_write, real_replacing, number = os.write, recording.replacing, file._file
+
+        def write(fd: int, data: bytes) -> int:
+            if fd != number or self.room is None:
+                return real_write(fd, data)
+            if not self.room:
+                raise self.error
+            done = real_write(fd, data[: self.room])
+            self.room -= done
+            return done
+
+        def replacing(path: Path) -> Any:
+            if self.moods:
+                raise self.moods.pop(0)
+            return real_replacing(path)
+
+        monkeypatch.setattr(os, "write", write)
+        monkeypatch.setattr(recording, "replacing", replacing)
 
 
-def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
-    file = recorder(tmp_path)
-    file.close()
-    file._file = FullDisk(0, closes=False)  # type: ignore[assignment]
-    file.close()
-    assert file.closed
-    assert file.lost is not None
-    assert "No space left" in file.lost
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Recorder:
+    """An open Recorder with two facts: the header and one step."""
+    file = recorder(tmp_path / "run")
+    file.add(step(0))
+    return file
+
+
+def test_a_full_disk_does_no_harm_and_leaves_whole_lines(run: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, run)
+    disk.room = len(encode(step(1))) + 10
+    run.add(step(1), step(2), step(3))
+    assert run.lost == f"{run.path}: No space left on device; later facts are only in memory"
+    assert list(read(run.path)) == list(run.snapshot())[:3]
+    assert read(run.path).torn is None
+    assert run.kept() == 3
+    run.add(step(4))
+    assert run.snapshot().of(StepTime) == [step(index) for index in range(5)]
+    disk.moods = [FULL, FULL]
+    run.close()
+    assert run.lost == f"{run.path}: the disk refused (No space left on device): nothing after line 3 is on disk"
+    assert len(read(run.path)) == run.kept() == 3
+
+
+def test_what_a_full_disk_refused_is_written_when_there_is_room_again(
+    run: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Disk(monkeypatch, run).room = 5
+    run.add(step(1), step(2))
+    run.close()
+    assert run.lost == (f"{run.path}: the disk refused (No space left on device); all facts are written there now")
+    assert list(read(run.path)) == list(run.snapshot())
+    assert run.kept() == 4
+
+
+def test_what_a_full_disk_refused_is_written_elsewhere(
+    run: Recorder, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, first = Disk(monkeypatch, run), run.path
+    disk.room, disk.moods = 0, [FULL]
+    run.add(step(1))
+    run.close()
+    assert run.path.parent.parent == temporary
+    assert run.path.name == recording.FILE_NAME
+    assert run.lost == f"{first}: the disk refused (No space left on device); all facts are in {run.path}"
+    assert list(read(run.path)) == list(run.snapshot())
+    assert run.snapshot().path == run.path
+    assert len(read(first)) == 2
+
+
+def test_an_error_without_words_is_told_by_its_name(run: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, run)
+    disk.room, disk.error = 0, OSError("gone")
+    run.add(step(1))
+    assert run.lost == f"{run.path}: OSError: gone; later facts are only in memory"
+
+
+def test_a_disk_that_refuses_only_when_the_file_is_closed(run: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, close = run._file, os.close
+
+    def refuse(fd: int) -> None:
+        close(fd)
+        if fd == number:
+            raise FULL
+
+    monkeypatch.setattr(os, "close", refuse)
+    run.close()
+    assert run.closed
+    assert run.lost is not None
+    assert "the disk refused (No space left on device); all facts are written there now" in run.lost
+    assert len(read(run.path)) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_real_full_disk(tmp_path: Path) -> None:
-    file = recorder(tmp_path)
+def test_a_real_full_disk(run: Recorder) -> None:
+    assert run._file is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, run._file)
+    os.close(full)
+    run.add(step(1))
+    assert run.lost is not None
+    assert "No space left on device" in run.lost
+    run.close()
+    assert list(read(run.path)) == list(run.snapshot())
+
+
+def test_ctrl_c_while_a_fact_is_written_tears_no_line(run: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, run)
+    disk.room, disk.error = 20, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run.add(step(1))
+    disk.room = None
+    run.add(step(2))
+    run.close()
+    assert run.lost is None
+    assert list(read(run.path)) == list(run.snapshot())
+    assert read(run.path).of(StepTime) == [step(index) for index in range(3)]
+
+
+# -- a file that goes away ---------------------------------------------------------------------------------------
+
+
+def removed(file: Recorder) -> str:
+    shutil.rmtree(file.path.parent)
+    return "the run folder was removed"
+
+
+def unlinked(file: Recorder) -> str:
+    file.path.unlink()
+    return "the file was removed"
+
+
+def shortened(file: Recorder) -> str:
+    os.truncate(file.path, 10)
+    return "the file was cut short"
+
+
+@pytest.mark.parametrize("go", [removed, unlinked, shortened])
+def test_a_file_that_went_away_is_written_again(go: Callable[[Recorder], str], run: Recorder) -> None:
+    trouble = go(run)
+    assert run.kept() == 0
+    run.add(step(1))
+    run.close()
+    assert run.lost == f"{run.path}: {trouble}; all facts are written there now"
+    assert list(read(run.path)) == list(run.snapshot())
+    assert run.kept() == 3
+    assert [path.name for path in run.path.parent.iterdir()] == [recording.FILE_NAME]
+
+
+def test_a_folder_that_cannot_be_made_again_gives_way_to_a_temporary_one(run: Recorder, temporary: Path) -> None:
+    first = run.path
+    shutil.rmtree(first.parent)
+    first.parent.write_text("in the way")
+    run.close()
+    assert run.path.parent.parent == temporary
+    assert run.lost == f"{first}: the run folder was removed; all facts are in {run.path}"
+    assert list(read(run.path)) == list(run.snapshot())
+
+
+def test_nothing_is_on_disk_where_no_disk_takes_it(
+    run: Recorder, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(run.path.parent)
+    Disk(monkeypatch, run).moods = [FULL, FULL]
+    run.close()
+    assert run.lost == f"{run.path}: the run folder was removed: nothing of it is on disk"
+    assert run.kept() == 0
+    assert run.snapshot().path is None
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_file_of_somebody_else_is_left_alone(run: Recorder, temporary: Path) -> None:
+    first = run.path
+    first.unlink()
+    first.write_text("theirs")
+    run.close()
+    assert first.read_text() == "theirs"
+    assert run.path.parent.parent == temporary
+    assert run.lost == f"{first}: another file is in its place; all facts are in {run.path}"
+
+
+def test_ctrl_c_while_all_is_written_again_leaves_a_true_sentence(
+    run: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(run.path.parent)
+    Disk(monkeypatch, run).moods = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        run.close()
+    assert run.lost == f"{run.path}: the run folder was removed: nothing of it is on disk"
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_folder_that_cannot_be_written_raises_nothing(tmp_path: Path, temporary: Path, on_disk: bool) -> None:
+    (tmp_path / "run").write_text("no folder")
+    file = Recorder(tmp_path / "run" / recording.FILE_NAME, "0.1.0", CREATED, on_disk=on_disk)
+    file.add(step())
+    assert (file.lost is None) is not on_disk
     file.close()
-    with Path("/dev/full").open("w", encoding="utf-8") as full:
-        file._file = full
-        file.add(step())
-    assert file.lost is not None
-    assert "No space left on device" in file.lost
-    file.close()
+    assert file.kept() == (2 if on_disk else 0)
+    assert len(list(temporary.iterdir())) == on_disk
+
+
+NO_DESCRIPTORS = """
+    import os, resource, sys
+    from pathlib import Path
+    from lowprec_callback.recording import Loss, Recorder, read
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    folder = Path(sys.argv[1])
+    early = Recorder(folder / "early" / "recording.jsonl", "0", "now")
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(1))
+    except OSError:
+        pass
+    late = Recorder(folder / "late" / "recording.jsonl", "0", "now")
+    for recorder in (early, late):
+        recorder.add(Loss("bf16", 0, 1.0))
+    late.close()
+    early_went = early._file is not None
+    early.close()
+    for number in taken:
+        os.close(number)
+    print(early.lost)
+    print(late.lost)
+    print(len(read(folder / "early")), early.kept(), len(late.snapshot()), late.kept(), early_went)
+"""
+
+
+def test_no_file_descriptors_left(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(NO_DESCRIPTORS), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    late = tmp_path / "late" / "recording.jsonl"
+    assert done.stdout.splitlines() == [
+        "None",
+        f"{late}: the disk refused (Too many open files): nothing of it is on disk",
+        "2 2 2 0 True",
+    ]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_was_forked_off_writes_and_closes_nothing(run: Recorder) -> None:
+    pid = os.fork()
+    if not pid:
+        run.add(step(8))
+        shutil.rmtree(run.path.parent)
+        run.close()
+        os._exit(run.lost is not None or run.path.exists())
+    assert os.waitpid(pid, 0)[1] == 0
+    assert run.kept() == 0
+    run.close()
+    assert list(read(run.path)) == list(run.snapshot())
+    assert read(run.path).of(StepTime) == [step(0)]
 
 
 def test_closing_is_idempotent_and_facts_live_on_in_memory(tmp_path: Path) -> None:

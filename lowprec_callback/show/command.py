@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from lowprec_callback.files import why
 from lowprec_callback.recording import finite
 from lowprec_callback.report import FILE_NAME, Gap, Report, ReportError, load_report
 
@@ -53,20 +54,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(report: Report, path: Path, *, json: bool, width: int | None, plots: bool, html: bool) -> None:
-    """Print the page (or the JSON) of a report, and write its plots and its HTML page beside `path`.
+    """Print the page (or the JSON) of a report; then write its plots and its HTML page beside `path`.
+
+    Standard error names each file that is there, and says why a plot is not.
 
     Raises:
-        ShowError: the plots or the page cannot be written.
+        ShowError: plots or the page cannot be written. The others are there.
     """
-    written = _plots(report, path) if plots else []
-    if html:
-        written = [_html(report, path, written), *written]
+    print_it(report, json=json, width=width)
+    write(report, path if path.is_dir() else path.parent, plots=plots, html=html)
+
+
+def print_it(report: Report, *, json: bool, width: int | None) -> None:
+    """Print the page, or the JSON; it is out before anything follows on standard error."""
     if json:
         _print_json(report)
-        for text in written:
-            print(text, file=sys.stderr)
     else:
-        _print_page(report, width, written)
+        _print_page(report, width)
+    sys.stdout.flush()
+
+
+def write(report: Report, folder: Path, *, plots: bool, html: bool) -> None:
+    """Write the plots and the HTML page of a report into a folder, and name them on standard error.
+
+    Raises:
+        ShowError: some cannot be written. The others are there.
+    """
+    files: list[str] = []
+    said: list[str] = []
+    failed: list[str] = []
+    if plots:
+        from lowprec_callback.show.plots import save_all
+
+        made = save_all(report, folder)
+        files += [str(plot.path) for plot in made if plot.path]
+        said += [f"no plot {plot.reason}" for plot in made if not plot.path and not plot.failed]
+        broken = [plot.reason or plot.name for plot in made if plot.failed]
+        failed += [f"{folder}: plots cannot be written: {', '.join(broken)}"] if broken else []
+    if html:
+        from lowprec_callback.show import html as page
+
+        file = folder / page.FILE_NAME
+        try:
+            page.save(report, file, [str(file), *files, *said])
+            files.insert(0, str(file))
+        except OSError as error:
+            failed.append(f"{file}: the page cannot be written ({why(error)})")
+    for text in (*files, *said):
+        print(text, file=sys.stderr)
+    if failed:
+        raise ShowError("; ".join(failed))
 
 
 def _report(path: Path) -> Report:
@@ -115,30 +152,6 @@ def _print_gaps(gaps: list[Gap], *, json: bool, width: int | None) -> None:
     Console(width=width).print(Gaps(gaps))
 
 
-def _plots(report: Report, path: Path) -> list[str]:
-    """Write the plots beside the Recording. What was written, and why the others were not."""
-    from lowprec_callback.show.plots import save_all
-
-    folder = path if path.is_dir() else path.parent
-    try:
-        plots = save_all(report, folder)
-    except OSError as error:
-        raise ShowError(f"{folder}: the plots cannot be written ({error.strerror or error})") from error
-    return [str(plot.path) if plot.path else f"no plot {plot.reason}" for plot in plots]
-
-
-def _html(report: Report, path: Path, others: list[str]) -> str:
-    """Write the HTML page beside the Recording; its file."""
-    from lowprec_callback.show import html
-
-    file = (path if path.is_dir() else path.parent) / html.FILE_NAME
-    try:
-        html.save(report, file, [str(file), *others])
-    except OSError as error:
-        raise ShowError(f"{file}: the page cannot be written ({error.strerror or error})") from error
-    return str(file)
-
-
 def _print_json(report: Report) -> None:
     _print_json_text(report.to_json())
 
@@ -157,12 +170,12 @@ def _print_json_text(text: str) -> None:
     sys.stdout.write(text)
 
 
-def _print_page(report: Report, width: int | None, files: list[str]) -> None:
+def _print_page(report: Report, width: int | None) -> None:
     from rich.console import Console
 
     from lowprec_callback.show.console import print_report
 
-    print_report(report, Console(width=width), files)
+    print_report(report, Console(width=width))
 
 
 def two_recipes(text: str) -> tuple[str, str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from os import PathLike
-from typing import Any
+from typing import Any, get_args
 
-from lowprec_callback.recipes import RecipeError, load_cards, resolve
+from lowprec_callback.recipes import Engine, RecipeCard, RecipeError, load_cards, near, resolve
 from lowprec_callback.sweep.time_budget import A_LIMIT, is_limit
 
-ANY_ENGINE = "transformer_engine"
-"""Names of recipes are checked before the engine is known; `resolve` lets a named recipe through for any."""
-
-RECIPES = ("recipes", "baseline", "continue_with")
-"""Arguments that name recipes."""
+ONE_RECIPE = ("baseline", "continue_with")
+"""Arguments that name one recipe."""
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -27,17 +24,63 @@ def check(values: Mapping[str, Any]) -> None:
     """
     for name, value in values.items():
         allowed, holds = RULES[name]
-        if not holds(value):
-            raise ValueError(f"{name}={value!r}: must be {allowed}")
+        if not _holds(holds, value):
+            raise ValueError(f"{name}={value!r}: must be {allowed}{_of_numpy(holds, value)}")
     known = dict(load_cards())
-    for name in RECIPES:
+    for name in ("recipes", *ONE_RECIPE):
+        value = values.get(name)
         try:
-            known.update((card.name, card) for card in resolve(values.get(name), ANY_ENGINE))
+            cards = _named([value] if name in ONE_RECIPE and value is not None else value)
         except RecipeError as error:
             raise ValueError(f"{name}: {error}") from error
-    for recipe in values.get("recipe_arguments") or ():
+        if name in ONE_RECIPE and value is not None and len(cards) != 1:
+            found = ", ".join(card.name for card in cards)
+            raise ValueError(f"{name}={value!r}: must be {RULES[name][0]}; this names {found}")
+        known.update((card.name, card) for card in cards)
+    for recipe, arguments in (values.get("recipe_arguments") or {}).items():
         if recipe not in known:
-            raise ValueError(f"recipe_arguments names {recipe!r}; known recipes: {', '.join(known)}")
+            nearest = near(recipe, known)
+            instead = f"; did you mean {nearest!r}?" if nearest is not None else ""
+            raise ValueError(f"recipe_arguments names {recipe!r}; known recipes: {', '.join(known)}{instead}")
+        try:
+            known[recipe].with_arguments(arguments)
+        except RecipeError as error:
+            raise ValueError(f"recipe_arguments[{recipe!r}]: {error}") from error
+
+
+def _named(names: Any) -> list[RecipeCard]:
+    """The cards that are meant, whatever engine will run them: which one, nobody knows before there is a model.
+
+    Raises:
+        RecipeError: they are none for any engine.
+    """
+    cards: dict[str, RecipeCard] = {}
+    errors: list[RecipeError] = []
+    engines = get_args(Engine)
+    for engine in engines:
+        try:
+            cards.update((card.name, card) for card in resolve(names, engine))
+        except RecipeError as error:
+            errors.append(error)
+    if len(errors) == len(engines):
+        raise errors[0]
+    return list(cards.values())
+
+
+def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
+    """A rule may stumble over a value: an integer beyond every float, say."""
+    try:
+        return rule(value)
+    except Exception:
+        return False
+
+
+def _of_numpy(rule: Callable[[Any], bool], value: Any) -> str:
+    """What to do about a number or a flag of NumPy's, or a tensor, that would do as one of Python's."""
+    if getattr(value, "shape", None) != () or not _holds(lambda scalar: rule(scalar.item()), value):
+        return ""
+    kind = type(value)
+    return f"; this is a {kind.__module__}.{kind.__qualname__}, whose .item() would do"
 
 
 def _is_flag(value: Any) -> bool:
@@ -52,8 +95,10 @@ def _are_names(value: Any) -> bool:
     return _is_name(value) or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | PathLike) and bool(str(value))
+def _is_folder(value: Any) -> bool:
+    """A folder, or where one can be made: no file stands there."""
+    path = os.fspath(value)
+    return isinstance(path, str) and bool(path.strip()) and "\0" not in path and not os.path.isfile(path)
 
 
 def _is_table(value: Any) -> bool:
@@ -79,7 +124,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "keep_rank_recordings": _FLAG,
     "fail_on_fallback": _FLAG,
     "nvtx": ("True, False or None", lambda value: value is None or _is_flag(value)),
-    "output_dir": ("None or the path of a folder", lambda value: value is None or _is_path(value)),
+    "output_dir": ("None or the path of a folder", lambda value: value is None or _is_folder(value)),
     "max_seconds": (A_LIMIT, is_limit),
     "recipe_arguments": ('None or arguments by recipe, like {"fp8_delayed": {"amax_history_len": 16}}', _is_table),
 }

@@ -15,7 +15,7 @@ from lowprec_callback.report import Report
 from lowprec_callback.sweep.options import options_of
 from lowprec_callback.sweep.python_state import PythonState
 from lowprec_callback.sweep.script import StepFailed, Sweep
-from lowprec_callback.sweep.session import ProfilerError, Session, Training, uninterrupted
+from lowprec_callback.sweep.session import ProfilerError, Session, Training, put_back
 from lowprec_callback.sweep.snapshot import Rng
 
 OWNER = "profile"
@@ -94,11 +94,10 @@ def profile(
         raise failure.cause from None
     finally:
         session.close()
-        with uninterrupted():
-            outside.restore()
-            rng.restore()
+        rng.restore()
         with Rng.kept():
             session.show()
+        put_back(outside)
     return session.report
 
 

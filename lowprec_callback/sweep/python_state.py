@@ -960,7 +960,7 @@ class _Walk:
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._root_optimizers = {id(root) for root in roots.values() if torch.optim.Optimizer in type(root).__mro__}
         self._tree: dict[int, bool] = {}
-        """Modules of the roots' trees: whether FSDP's first version has flattened the tree's parameters."""
+        """Modules of the roots' trees: whether FSDP's first version holds their parameters, and puts views in them."""
         self._owned: dict[int, torch.Tensor] = {}
         """Parameters and buffers of the roots, and their gradients."""
         self._spans: dict[int, list[tuple[int, int]]] | None = None
@@ -975,9 +975,9 @@ class _Walk:
     def _plant(self, root: nn.Module) -> None:
         """Note the modules of a root's tree, and what `Snapshot` keeps of them."""
         modules = [module for _, module in modules_of(root)]
-        flattened = has_flat_parameters(modules)
+        views = _with_views(modules)
         for module in modules:
-            self._tree[id(module)] = flattened
+            self._tree[id(module)] = views is None or id(module) in views
             attributes = _attributes_of(module) or {}
             for table in ("_parameters", "_buffers"):
                 tensors = [each for each in _values(attributes.get(table)) if torch.Tensor in type(each).__mro__]
@@ -1307,6 +1307,25 @@ def modules_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
 def has_flat_parameters(modules: Iterable[nn.Module]) -> bool:
     """Whether the first version of FSDP holds the parameters of one of these, and puts views of them in modules."""
     return any(map(_has_flat_parameter, modules))
+
+
+def _with_views(modules: Iterable[nn.Module]) -> set[int] | None:
+    """The modules, by id, whose parameters FSDP's first version holds; None if it does not say of which.
+
+    Its flat parameter lists them. In these, tensors come and go as attributes; in all others tensors are the user's.
+    """
+    found: set[int] = set()
+    for module in modules:
+        if not _has_flat_parameter(module):
+            continue
+        attributes = _attributes_of(module) or {}
+        registered = dict(_items(attributes.get("_parameters"))).get("_flat_param")
+        flat = getattr(attributes.get("_handle"), "flat_param", registered)
+        if flat is None:
+            return None
+        for name in ("_param_infos", "_shared_param_infos"):
+            found.update(id(info.module) for info in getattr(flat, name, ()))
+    return found
 
 
 def _has_flat_parameter(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ loop.
 from __future__ import annotations
 
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +29,15 @@ from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.failures import in_words
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
+from lowprec_callback.publish import publish
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
 from lowprec_callback.run_folder import new_run_folder
 from lowprec_callback.sweep.plan import Settings
-from lowprec_callback.sweep.progress import beside_bars, make_progress
+from lowprec_callback.sweep.progress import make_progress
 from lowprec_callback.sweep.progress import say as say_aloud
+from lowprec_callback.sweep.python_state import NotPutBack, PythonState
 from lowprec_callback.sweep.rank_session import Found, agree, gather_summaries
 from lowprec_callback.sweep.ranks import Alone, RankError, Ranks
 from lowprec_callback.sweep.script import StepFailed, Sweep
@@ -203,7 +204,7 @@ class Session:
         if folder_problem:
             recorder.add(Problem("output_dir", folder_problem))
         for name in snapshot.unkept:
-            recorder.add(Problem("restore", f"{name} keeps a position of its own, which cannot be put back"))
+            recorder.add(Problem("restore", _not_kept(name)))
         if te_ranges is not None and te_ranges.problem:
             recorder.add(Problem("nvtx", te_ranges.problem))
             say(f"lowprec: {te_ranges.problem}")
@@ -225,7 +226,7 @@ class Session:
             f"after the first of them; then training starts as if nothing had been"
         )
         for name in self.sweep.snapshot.unkept if self.sweep.snapshot is not None else ():
-            self.say(f"lowprec: {name} keeps a position of its own, which cannot be put back after the profile")
+            self.say(f"lowprec: {_not_kept(name)}")
         for refusal in self.recorder.snapshot().of(Refusal):
             self.say(f"lowprec: {refusal.recipe} not run: {refusal.reason}")
 
@@ -281,6 +282,7 @@ class Session:
                 self.recorder.forget()
             if self.recorder.lost:
                 self.say(f"lowprec: {self.recorder.lost}")
+                self.folder = self.recorder.path.parent  # it may have moved, and the report goes with it
             if self.sweep.clocks is not None:
                 self.sweep.clocks.close()
 
@@ -307,25 +309,8 @@ class Session:
             self.say("lowprec: fail_on_fallback could check nothing: no traced step was recorded")
 
     def _show(self) -> None:
-        """Analyse and show. The measurements are safe on disk by now, so nothing here may hurt the training run."""
-        try:
-            from lowprec_callback.analyze.summary import analyze
-            from lowprec_callback.show import html
-            from lowprec_callback.show.console import print_report
-            from lowprec_callback.show.plots import save_all
-
-            self.report = analyze(self.recorder.snapshot())
-            self.report.save(self.folder / report.FILE_NAME)
-            plots = save_all(self.report, self.folder)
-            files = [html.FILE_NAME, report.FILE_NAME, *(plot.path.name for plot in plots if plot.path)]
-            html.save(self.report, self.folder / html.FILE_NAME, files)
-            with beside_bars(sys.stdout):
-                print_report(self.report, files=files)
-        except Exception as error:
-            self.say(
-                f"lowprec: the report could not be finished ({in_words(error)}); all that was measured "
-                f"is in {self.recorder.path}: show it with `lowprec report {self.folder}`"
-            )
+        """Analyse, print the page and write the files. Nothing that fails in it hurts the training run."""
+        self.report = publish(self.recorder, self.folder, say=self.say)
 
 
 @dataclass(frozen=True)
@@ -447,6 +432,11 @@ def _shorter(max_seconds: float | None, left: float | None) -> float | None:
     return min(limits) if limits else None
 
 
+def _not_kept(name: str) -> str:
+    """A sentence about something of `Snapshot.unkept`."""
+    return name if name.endswith("not kept") else f"{name} keeps a position of its own, which cannot be put back"
+
+
 def _plan_fact(sweep: Sweep, training: Training) -> Plan:
     s = sweep.settings
     return Plan(
@@ -477,6 +467,21 @@ def _stopped(error: BaseException) -> tuple[Status, str]:
     stopped = isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SIGTERMException"
     name = type(error).__name__
     return "interrupted" if stopped else "failed", f"{name}: {error}" if str(error) else name
+
+
+def put_back(outside: PythonState) -> None:
+    """What the snapshot of the model does not hold: data and the user's own objects.
+
+    Raises:
+        NotPutBackError: some of it could not be.
+    """
+    try:
+        with uninterrupted():
+            outside.restore()
+    except NotPutBack as error:
+        raise NotPutBackError(
+            f"after the profile {error}; training from here would not be yours, so it ends"
+        ) from error
 
 
 @contextmanager
@@ -513,7 +518,10 @@ def _make_folder(output_dir: str, name: str) -> tuple[Path, str | None]:
     try:
         folder = new_run_folder(parent, "".join(c if c.isalnum() or c in "-_." else "-" for c in name))
     except OSError as error:
-        other = Path(tempfile.mkdtemp(prefix="lowprec-"))
+        try:
+            other = Path(tempfile.mkdtemp(prefix="lowprec-"))
+        except OSError:  # the Recorder keeps the facts, and says that they are nowhere else
+            return parent / "nowhere", f"{output_dir} cannot be written ({error.strerror}), nor a temporary folder"
         return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
     if folder is not None:
         return folder, None

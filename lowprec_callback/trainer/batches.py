@@ -240,7 +240,7 @@ def keeps_its_position(loader: Any) -> str | None:
     here: dict[str, Any] = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
     if loader.num_workers == 0:  # else workers read copies of these, each reader's its own
         here |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-    unkept = PythonState.take(here, tensors=False).unkept
+    unkept = [name for name in PythonState.take(here, tensors=False).unkept if not name.endswith("not kept")]
     return f"{unkept[0]} keeps a position of its own" if unkept else None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,8 +106,9 @@ def test_plots_are_written_beside_the_recording_and_named(run_folder: Path, caps
     assert main(str(run_folder), "--plots", "--width", "160") == 0
     names = ["gap_waterfall.png", "gemm_times.png", "step_times.png"]
     assert sorted(path.name for path in run_folder.glob("*.png")) == names
-    out = "".join(capsys.readouterr().out.split())
-    assert all(str(run_folder / name) in out for name in names)
+    out, err = capsys.readouterr()
+    assert "codonfm-5b" in out
+    assert sorted(err.splitlines()) == [str(run_folder / name) for name in names]
 
 
 @pytest.mark.usefixtures("summary")
@@ -133,12 +136,37 @@ def test_the_html_page_is_written_beside_the_recording_and_named(
 def test_a_page_that_cannot_be_written(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "report.html").mkdir()
     assert main(str(run_folder), "--html") == 2
-    assert "the page cannot be written" in one_sentence(capsys)
+    assert "the page cannot be written (Is a directory)" in one_sentence(capsys, page=True)
 
 
-def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.mark.usefixtures("summary")
+def test_what_cannot_be_written_takes_nothing_else_with_it(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        if target.name in ("gap_waterfall.png", "report.html"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    assert main(str(run_folder), "--html", "--plots") == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert "codonfm-5b" in out
+    assert err.splitlines() == [
+        str(run_folder / "gemm_times.png"),
+        str(run_folder / "step_times.png"),
+        f"lowprec report: {run_folder}: plots cannot be written: gap_waterfall: No space left on device; "
+        f"{run_folder / 'report.html'}: the page cannot be written (No space left on device)",
+    ]
+    assert not [path.name for path in run_folder.iterdir() if path.name.startswith(".")]
+
+
+def one_sentence(capsys: pytest.CaptureFixture[str], page: bool = False) -> str:
+    """What was said on standard error; the page comes before it, or there is none."""
+    out, err = capsys.readouterr()
+    assert ("codonfm-5b" in out) if page else out == ""
     assert err.startswith("lowprec report: ")
     assert err.count("\n") == 1
     return err
@@ -194,7 +222,10 @@ def test_a_saved_report_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_plots_that_cannot_be_written(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "gemm_times.png").mkdir()
     assert main(str(run_folder), "--plots") == 2
-    assert "the plots cannot be written" in one_sentence(capsys)
+    out, err = capsys.readouterr()
+    assert "codonfm-5b" in out
+    assert err.splitlines()[-1] == f"lowprec report: {run_folder}: plots cannot be written: gemm_times: Is a directory"
+    assert (run_folder / "gap_waterfall.png").is_file()
 
 
 @pytest.mark.parametrize("width", ["39", "-80", "wide", "8.5", "²"])
