@@ -78,14 +78,14 @@ class Before(Callback):
 
 
 class After(Callback):
-    """Behind the profiler in the list of callbacks: whether the sweep's last step left everything as it was before."""
+    """Behind the profiler in the list of callbacks: whether the sweep left everything as it was before."""
 
-    def __init__(self, before: Before, step: int) -> None:
-        self._before, self._step = before, step
+    def __init__(self, before: Before) -> None:
+        self._before = before
         self.same: bool | None = None
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self._step and self.same is None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.same is None:
             before, after = self._before.held, tensors(trainer)
             self.same = len(after) == len(before) and all(map(torch.equal, before, after))
 
@@ -96,22 +96,24 @@ def tensors(trainer: Any) -> list[torch.Tensor]:
     return [getattr(t.detach(), "_local_tensor", t.detach()).clone() for t in (*held, torch.get_rng_state())]
 
 
+TRAINED = 3
+"""Steps of a fit."""
+
+
 def fitted(
-    folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, more: int = 0, **arguments: Any
+    folder: Path, module: Tiny, strategy: Any, *first: Callback, batches: int = 1, **arguments: Any
 ) -> dict[str, Any]:
-    """One fit, longer than its sweep of two recipes, which takes `more` steps than planned; what this rank found."""
+    """One short fit, with a sweep before it; what this rank found."""
     callback, before = profiler(folder, guard_steps=STEPS.guard_steps, **arguments), Before()
-    steps = STEPS.steps(2) + more
-    after = After(before, steps)
-    steps += 4 * more  # of the steps that are left over, more rounds take a quarter
-    run = trainer(folder, *first, before, callback, after, strategy=strategy, devices=2, steps=steps + 2)
+    after = After(before)
+    run = trainer(folder, *first, before, callback, after, strategy=strategy, devices=2, steps=TRAINED)
     run.accumulate_grad_batches = batches
-    run.fit(module, loader(2 * batches * (steps + 3)))
+    run.fit(module, loader(2 * batches * 12))
     assert callback.session is not None
     return {
         "rank": run.global_rank,
         "same": after.same,
-        "done": callback.session.sweep.done,
+        "done": callback.session.recorder.closed and callback.session.sweep.snapshot is None,
         "report": callback.report is not None,
         "patched": "training_step" in module.__dict__,
         "kept": len(callback.session.recorder.snapshot()),
@@ -157,7 +159,6 @@ def sweep(folder: Path) -> dict[str, Any]:
         max_rounds=3,
         step_precision=1e-9,
         batches=2,
-        more=STEPS.round_steps(2),
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lowprec_callback import callback as callback_module
 from lowprec_callback import load_report
 from lowprec_callback.recording import (
     End,
@@ -34,7 +35,7 @@ from lowprec_callback.sweep.ranks import Alone
 from lowprec_callback.sweep.script import Sweep
 from lowprec_callback.trainer import facts as trainer_facts
 from tests.fit.models import Tiny, loader, profiler, trainer
-from tests.fit.ranks_script import STEPS
+from tests.fit.ranks_script import TRAINED
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 240
@@ -117,7 +118,7 @@ def test_both_ranks_sweep_in_lockstep_and_rank_zero_reports(tmp_path: Path) -> N
     for rank in range(2):
         found = outcome(tmp_path, rank)
         assert (found["same"], found["done"], found["patched"]) == (True, True, False)
-        assert found["steps"] == STEPS.steps(2) + 5 * STEPS.round_steps(2) + 2
+        assert found["steps"] == TRAINED
         assert found["report"] == (rank == 0)
     assert outcome(tmp_path, 1)["kept"] == 0
 
@@ -250,6 +251,7 @@ def test_a_part_that_all_ranks_leave_out_together_ends_no_training(
 ) -> None:
     """With several ranks a failure of ours ends the process, unless all know of it: here no step is ever clean."""
     monkeypatch.setattr(trainer_facts, "ranks_of", lambda *_: Two())
+    monkeypatch.setattr(callback_module, "ranks_of", lambda *_: Two())
     monkeypatch.setattr(Sweep, "_was_clean", lambda _sweep: False)
     callback, module = profiler(tmp_path / "runs", guard_steps=0), Tiny()
     run = trainer(tmp_path, callback, steps=45)

@@ -87,6 +87,12 @@ def shown(terminal: Terminal, width: int = 200) -> list[str]:
     return "\n".join("".join(line).rstrip() for line in lines).rstrip().split("\n")
 
 
+class Other(tqdm.tqdm):
+    """Another's bar, which stays when ours is closed."""
+
+    monitor_interval = 0
+
+
 def monitors() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "tqdm_monitor"]
 
@@ -167,7 +173,7 @@ def test_what_begins_is_shown_at_once_and_the_rest_now_and_then(monkeypatch: pyt
 
 def test_a_bar_stands_below_another_and_leaves_its_line_clean(monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
     terminal = on_terminal(monkeypatch)
-    other = tqdm.tqdm(total=10, desc="Epoch 0", position=0, file=terminal, mininterval=0)
+    other = Other(total=10, desc="Epoch 0", position=0, file=terminal, mininterval=0)
     bar = TqdmProgress()
     bar.update("fp8_delayed, round 2 of 3", 3, 9)
     above, below = shown(terminal)
@@ -209,7 +215,7 @@ def test_a_name_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tqdm_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """As its documentation says: TQDM_DISABLE=1, which tqdm reads when it is imported."""
     terminal = on_terminal(monkeypatch)
-    monkeypatch.setattr(progress, "_open_bar", lambda *_: tqdm.tqdm(total=2, disable=True))
+    monkeypatch.setattr(progress, "_open_bar", lambda *_: Other(total=2, disable=True))
     bar = TqdmProgress()
     bar.update("bf16", 1, 2)
     bar.update("fp8", 2, 3)
@@ -229,7 +235,7 @@ class Failing(Terminal):
 
     def _count(self) -> None:
         if self.left <= 0:
-            raise self.error
+            raise type(self.error)(*self.error.args)  # a new one: an exception keeps the frames that it passed
         self.left -= 1
 
     def write(self, text: str) -> int:
@@ -371,7 +377,7 @@ def test_text_in_a_notebook_needs_no_cursor(monkeypatch: pytest.MonkeyPatch, at_
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda *_: None)
     output = io.StringIO()
     monkeypatch.setattr(sys, "stderr", output)
-    other = tqdm.tqdm(total=10, desc="Epoch 0", position=0, file=io.StringIO())
+    other = Other(total=10, desc="Epoch 0", position=0, file=io.StringIO())
     bar = TqdmProgress(notebook=True)
     bar.update("bf16, round 1 of 3", 1, 9)
     bar.update("bf16, round 1 of 3", 2, 9)
@@ -382,7 +388,7 @@ def test_text_in_a_notebook_needs_no_cursor(monkeypatch: pytest.MonkeyPatch, at_
     assert "\x1b" not in output.getvalue()
 
 
-class Widget(tqdm.tqdm):  # type: ignore[type-arg]
+class Widget(Other):
     """The parts of tqdm's notebook bar that a change of the total and an early end meet."""
 
     red = False
