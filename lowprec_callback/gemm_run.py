@@ -224,7 +224,7 @@ def run(plan: GemmPlan) -> int:
     misfits = [str(row) for row in check_alignment(plan.operations, cards, capability)]
     for line in (*plan.notes, *misfits):
         print(f"lowprec gemm: {line}", file=sys.stderr)
-    progress = make_progress(True, other_bar=False)
+    progress = make_progress(True)
     folder = Path(tempfile.mkdtemp(prefix="lowprec-gemm-"))
     try:
         recorder = execute(order, engine, folder, progress.update if progress else lambda *_: None)

@@ -23,6 +23,7 @@ from lowprec_callback.recording import Environment, Model, Recorder, UncachedWei
 from lowprec_callback.report import Report, VerdictRow
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.script import Sweep
+from lowprec_callback.sweep.snapshot import Snapshot
 from tests.engines import fake_te
 from tests.engines.fake_te import Fake, Float8CurrentScaling, Format
 
@@ -66,14 +67,15 @@ def audit(folder: Path, model: nn.Module, *cards: RecipeCard, kept: bool = False
         recorder.add(Environment("CPU", "cpu"))
         recorder.add(Model("stack", "transformer_engine", "a test", 0, 0))
         recorder.add(*(card.to_fact(card.name == "bf16") for card in chosen))
-        sweep = Sweep(engine, chosen, Settings(1, 1, 2, 1), recorder, None, gemm_benchmark=False)
-        sweep.start()
-        done = False
-        while not done:
+
+        def step() -> None:
             with sweep.region():
                 y = model(torch.randn(32, 32, requires_grad=True))
             y.square().sum().backward()
-            done = sweep.step_end()
+
+        settings = Settings(1, 1, 2, 1, guard_steps=0)
+        sweep = Sweep(engine, chosen, settings, recorder, Snapshot.take(model, []), step, gemm_benchmark=False)
+        sweep.run()
         sweep.finish("finished")
     return analyze(recorder.snapshot())
 
