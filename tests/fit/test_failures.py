@@ -225,7 +225,10 @@ def test_a_disk_that_fills_up_takes_nothing_from_the_training(tmp_path: Path) ->
     """In a process of its own: the limit holds for every file that a process writes, also one for its output."""
     done = in_a_process_of_its_own(SMALL_FILES, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "File too large; later facts are only in memory" in done.stderr
+    # Nor is there room elsewhere: the limit holds in the folder for temporary files too.
+    assert "the disk refused (File too large): nothing after line" in done.stderr
+    assert "report.html could not be written" in done.stderr
+    assert done.stdout.count("lowprec_callback  ") == 1  # the page needs no disk
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told:")]
     steps, ends, timed, told = json.loads(line.removeprefix("told:"))
     assert (steps, ends, timed) == (60, 1, 8)
@@ -240,13 +243,14 @@ def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkey
     def full(*_: object, **__: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lowprec_callback.sweep.session.new_run_folder", full)
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    module, callback = Tiny(), short(tmp_path)
+    (tmp_path / "file").touch()
+    module, callback = Tiny(), short(tmp_path / "file" / "runs", traced_steps=0)
     trainer(tmp_path, callback, steps=30).fit(module, loader(30))
     assert module.steps == 30
     assert callback.session is not None
-    assert "No space left on device" in str(callback.session.recorder.lost)
+    assert "nothing of it is on disk" in str(callback.session.recorder.lost)
+    assert callback.report is not None
     assert callback.session.recorder.snapshot().of(End) == [End("finished")]
 
 
