@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gzip
-import inspect
 import json
 import os
 import stat
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from lowprec_callback import nsys_command, report
-from lowprec_callback.callback import LowPrecisionProfiler
 from lowprec_callback.cli import main
 from lowprec_callback.recording import Imported, read
 from lowprec_callback.report import load_report
@@ -259,11 +257,6 @@ def test_a_recipe_that_the_ranges_name_already(two_recipes: Path, capsys: pytest
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------
-
-
-def test_run_folders_are_where_the_callback_makes_them() -> None:
-    default = inspect.signature(LowPrecisionProfiler).parameters["output_dir"].default
-    assert default == nsys_command.OUTPUT_DIR
 
 
 def test_a_report_is_rebuilt_as_it_was(two_recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:

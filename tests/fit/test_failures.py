@@ -250,7 +250,6 @@ def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkey
     assert module.steps == 30
     assert callback.session is not None
     assert "nothing of it is on disk" in str(callback.session.recorder.lost)
-    assert callback.report is not None
     assert callback.session.recorder.snapshot().of(End) == [End("finished")]
 
 
