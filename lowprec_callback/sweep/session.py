@@ -521,7 +521,9 @@ def _make_folder(output_dir: str, name: str) -> tuple[Path, str | None]:
         try:
             other = Path(tempfile.mkdtemp(prefix="lowprec-"))
         except OSError:  # the Recorder keeps the facts, and says that they are nowhere else
-            return Path("/dev/null/lowprec"), f"{output_dir} cannot be written ({error.strerror}), nor a temporary folder"
+            return Path(
+                "/dev/null/lowprec"
+            ), f"{output_dir} cannot be written ({error.strerror}), nor a temporary folder"
         return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
     if folder is not None:
         return folder, None

@@ -103,7 +103,7 @@ def no_bar_is_left() -> Any:
     threads = set(monitors())
     yield
     assert set(monitors()) <= threads
-    assert not [bar for bar in tqdm.tqdm._instances if bar.desc.startswith("lowprec")]
+    assert not [bar for bar in tqdm.tqdm._instances if (getattr(bar, "desc", None) or "").startswith("lowprec")]
 
 
 @pytest.fixture

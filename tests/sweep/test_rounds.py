@@ -77,4 +77,3 @@ def test_time_ends_them() -> None:
     assert made.why_stop(4, 10) == ""
     clock.seconds = MOST_SECONDS
     assert made.why_stop(5, 10) == "seconds"
-
