@@ -112,11 +112,10 @@ def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] |
         progress=False,
     )
     training = Training(model, torch.device("cuda"), name, [optimizer], micro_batches=shape.micro_batches)
-    session = Session.open(options, training)
+    session = Session.open(options, training, lambda: None)  # its step comes below
     generator = torch.Generator(device="cuda").manual_seed(0)
-    session.start()
-    done = False
-    while not done:
+
+    def step() -> torch.Tensor:
         for _ in range(shape.micro_batches):
             tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence), device="cuda", generator=generator)
             with session.sweep.region():
@@ -127,8 +126,10 @@ def run(name: str, shape: Shape, folder: Path, rounds: int, recipes: list[str] |
         session.sweep.phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        done = session.sweep.step_end(loss)
-    session.close("finished", show=False)
+        return loss
+
+    session.sweep.step = step
+    session.run()
     return analyze(session.recorder.snapshot())
 
 

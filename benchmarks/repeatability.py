@@ -41,7 +41,6 @@ def sweep(options: argparse.Namespace, name: str, longer: dict[str, float] | Non
         gemm_benchmark=whole,
         traced_steps=2 if whole else 0,
         stop_after=True,
-        restore=whole,
         output_dir=str(options.output_dir / name),
         progress=False,
     )

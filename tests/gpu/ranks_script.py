@@ -17,12 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.fsdp import fully_shard
 
 from lowprec_callback.engines.transformer_engine import load
-from lowprec_callback.sweep.plan import Settings
 from tests.fit.models import profiler, trainer
-from tests.fit.ranks_script import After, Before
+from tests.fit.ranks_script import TRAINED, After, Before
 from tests.gpu.test_transformer_engine import Block, batches
-
-SETTINGS = Settings(2, 3, 4, 1)
 
 
 class Sharded(Block):
@@ -48,18 +45,17 @@ def main() -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
     recipes = ["bf16", "fp8_delayed", "fp8_current"]
-    steps = SETTINGS.steps(len(recipes))
     callback = profiler(folder / "runs", recipes=recipes, rounds=2, settle_steps=3, timed_steps=4, gemm_benchmark=True)
     before = Before()
-    after = After(before, steps)
+    after = After(before)
     module = Sharded() if name == "fsdp2" else Block()
     run = trainer(
-        folder, before, callback, after, steps=steps + 2, accelerator="gpu", devices=2, strategy=strategy(name),
+        folder, before, callback, after, steps=TRAINED, accelerator="gpu", devices=2, strategy=strategy(name),
         precision="bf16-true",
     )  # fmt: skip
-    run.fit(module, batches(2 * (steps + 3)))
+    run.fit(module, batches(2 * 10))
     assert callback.session is not None
-    found = {"same": after.same, "done": callback.session.sweep.done, "report": callback.report is not None}
+    found = {"same": after.same, "done": callback.session.recorder.closed, "report": callback.report is not None}
     (folder / f"outcome-{rank}.json").write_text(json.dumps({**found, "steps": run.global_step}))
 
 

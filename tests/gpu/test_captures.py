@@ -147,16 +147,17 @@ def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     )  # fmt: skip
     session, _ = open_session(folder / "runs", layer, ["fp8_delayed"])
     x = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    session.start()
-    done = False
-    while not done:
+
+    def step() -> torch.Tensor:
         with session.sweep.region():
             loss = layer(x).sum()
         session.sweep.phase("backward")
         loss.backward()
         session.sweep.phase("")
-        done = session.sweep.step_end(loss)
-    session.close("finished", show=False)
+        return loss
+
+    session.sweep.step = step
+    session.run()
     return analyze(session.recorder.snapshot())
 
 

@@ -49,9 +49,8 @@ def part(found: Ledger, cause: str) -> float:
 def late_batches(session: Session, optimizer: torch.optim.Optimizer, nap_ms: float) -> Report:
     """`train`, with a DataLoader that takes its time."""
     model, sweep = session.engine.model, session.sweep
-    session.start()
-    done = False
-    while not done:
+
+    def step() -> torch.Tensor:
         time.sleep(nap_ms / 1e3)
         x = torch.randn(BATCH, TOKENS, SIZES[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with sweep.region():
@@ -61,8 +60,10 @@ def late_batches(session: Session, optimizer: torch.optim.Optimizer, nap_ms: flo
         sweep.phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        done = sweep.step_end(loss)
-    session.close("finished", show=False)
+        return loss
+
+    session.sweep.step = step
+    session.run()
     return analyze(session.recorder.snapshot())
 
 

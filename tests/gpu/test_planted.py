@@ -107,7 +107,7 @@ def open_session(
         recipe_arguments=arguments or {},
     )
     training = Training(model, torch.device("cuda"), "planted", [optimizer], micro_batches=micro_batches)
-    return Session.open(options, training), optimizer
+    return Session.open(options, training, lambda: None), optimizer  # `train` puts its step there
 
 
 def train(session: Session, optimizer: torch.optim.Optimizer, micro_batches: int = 1, first: bool = False) -> Report:
@@ -115,9 +115,8 @@ def train(session: Session, optimizer: torch.optim.Optimizer, micro_batches: int
     generator = torch.Generator(device="cuda").manual_seed(0)
     model, sweep = session.engine.model, session.sweep
     features = next(p.shape[-1] for p in model.parameters() if p.dim() == 2)
-    session.start()
-    done = False
-    while not done:
+
+    def step() -> torch.Tensor:
         for index in range(micro_batches):
             x = torch.randn(BATCH, TOKENS, features, device="cuda", dtype=torch.bfloat16, generator=generator)
             options = {"is_first_microbatch": index == 0} if first else {}
@@ -129,8 +128,10 @@ def train(session: Session, optimizer: torch.optim.Optimizer, micro_batches: int
         sweep.phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        done = sweep.step_end(loss)
-    session.close("finished", show=False)  # plots take seconds
+        return loss
+
+    session.sweep.step = step
+    session.run()
     return analyze(session.recorder.snapshot())
 
 
@@ -439,7 +440,7 @@ def test_nvtx_ranges_down_to_the_gemm_on_autograds_thread(tmp_path: Path, monkey
         progress=False,
         nvtx=True,
     )
-    session = Session.open(options, Training(model, torch.device("cuda"), "planted", [optimizer]))
+    session = Session.open(options, Training(model, torch.device("cuda"), "planted", [optimizer]), lambda: None)
     assert utils._nvtx_enabled()
     train(session, optimizer)
     assert not utils._nvtx_enabled()

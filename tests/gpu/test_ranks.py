@@ -12,11 +12,10 @@ import torch
 
 from lowprec_callback import load_report
 from lowprec_callback.recording import End, GemmTime, RankSummary, Refusal, read
-from lowprec_callback.sweep.plan import Settings
+from tests.fit.ranks_script import TRAINED
 from tests.fit.test_ranks_in_fit import ROOT, environment, run_folder
 
 RECIPES = ["bf16", "fp8_delayed", "fp8_current"]
-STEPS = Settings(2, 3, 4, 1).steps(len(RECIPES)) + 2
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, here are {torch.cuda.device_count()}"),
@@ -34,7 +33,7 @@ def test_two_gpus_sweep_in_lockstep_and_get_everything_back(tmp_path: Path, stra
     assert done.returncode == 0, done.stderr[-6000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"outcome-{rank}.json").read_text())
-        assert found == {"same": True, "done": True, "report": rank == 0, "steps": STEPS}
+        assert found == {"same": True, "done": True, "report": rank == 0, "steps": TRAINED}
 
     run = run_folder(tmp_path / "runs")
     facts, report = read(run), load_report(run)

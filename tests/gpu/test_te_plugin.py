@@ -17,20 +17,23 @@ from lowprec_callback.recording import Dispatch, End, GemmTime, Plan, read
 WIDTH, ROWS = 256, 128
 
 
+REGIONS: list[tuple[int, str]] = []
+"""Of all steps. Not an attribute of the module's, which would be put back."""
+
+
 class Plain(LightningModule):
     """PyTorch's layers, which the plugin replaces; notes whether, and by which recipe, its steps are quantized."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH))
-        self.regions: list[tuple[int, str]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         state = FP8GlobalStateManager.quantization_state
         name = type(state.fp8_recipe).__name__ if state.fp8_enabled else "off"
-        self.regions.append((state.autocast_depth, name))
+        REGIONS.append((state.autocast_depth, name))
         (x,) = batch
         return nn.functional.mse_loss(self.net(x).float(), x.float())
 
@@ -40,6 +43,7 @@ class Plain(LightningModule):
 
 @pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16"])
 def test_the_plugins_region_is_taken_over_and_given_back(tmp_path: Path, precision: str) -> None:
+    REGIONS.clear()
     module = Plain()
     callback = LowPrecisionProfiler(
         recipes=["fp8_delayed", "fp8_current"],
@@ -73,8 +77,8 @@ def test_the_plugins_region_is_taken_over_and_given_back(tmp_path: Path, precisi
         "transformer_engine"
     }
     # One region deep: ours. The baseline's is off.
-    assert set(module.regions[:planned]) == {(1, "off"), (1, "DelayedScaling"), (1, "Float8CurrentScaling")}
-    assert set(module.regions[planned:]) == {(1, "DelayedScaling")}  # the plugin's own
+    assert set(REGIONS[:planned]) == {(1, "off"), (1, "DelayedScaling"), (1, "Float8CurrentScaling")}
+    assert set(REGIONS[planned:]) == {(1, "DelayedScaling")}  # the plugin's own
     assert "train_step_context" not in vars(trainer.precision_plugin)
     ran = {(fact.recipe, fact.other.format) for fact in facts.of(Dispatch) if fact.role == "fprop"}
     narrow = "fp16" if precision.endswith("float16") else "bf16"

@@ -24,6 +24,7 @@ from lowprec_callback.recording import Dispatch, End, Gemm, GemmTime, HostTime, 
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.session import Options, Session, Training
 from tests.fit.models import profiler, trainer
+from tests.fit.ranks_script import After, Before
 
 HOPPER_RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")
 M, K, N = 256, 512, 768
@@ -323,13 +324,14 @@ def test_a_sweep_confirms_every_te_gemm_in_every_recipe(tmp_path: Path) -> None:
     assert facts.of(Dispatch)
 
 
-def test_after_a_sweep_the_parameters_are_bit_identical(tmp_path: Path) -> None:
-    callback = profiler(tmp_path, rounds=1, settle_steps=1, timed_steps=2, traced_steps=1, stop_after=True)
-    model = Block()
-    before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
-    gpu_trainer(tmp_path, callback, 60).fit(model, batches(60))
-    for name, value in model.named_parameters():
-        assert torch.equal(value.detach().cpu(), before[name]), name
+def test_after_a_sweep_everything_is_bit_identical(tmp_path: Path) -> None:
+    callback, before = profiler(tmp_path, rounds=1, settle_steps=1, timed_steps=2, traced_steps=1), Before()
+    after = After(before)
+    run = trainer(tmp_path, before, callback, after, steps=1, accelerator="gpu", precision="bf16-true")
+    run.fit(Block(), batches(60))
+    assert callback.report is not None
+    assert before.held
+    assert after.same
 
 
 def test_weights_stored_in_fp8_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -350,19 +352,24 @@ def test_weights_stored_in_fp8_come_back_bit_for_bit(tmp_path: Path) -> None:
         output_dir=str(tmp_path),
         progress=False,
     )
-    session = Session.open(options, Training(model, torch.device("cuda"), "stored", [optimizer]))
-    session.start()
-    for index, batch in enumerate(batches(60)):
+    data, changed = enumerate(batches(60)), []
+
+    def step() -> torch.Tensor:
+        index, batch = next(data)
         with session.sweep.region():
             loss = model.training_step(batch.cuda(), index)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if index == 1:
-            assert any(not torch.equal(p.dequantize().cpu(), v) for p, v in zip(stored, before, strict=True))
-        if session.sweep.step_end(loss):
-            break
-    session.close("finished")
+            pairs = zip(stored, before, strict=True)
+            changed.append(any(not torch.equal(p.dequantize().cpu(), values) for p, values in pairs))
+        return loss
+
+    session = Session.open(options, Training(model, torch.device("cuda"), "stored", [optimizer]), step)
+    session.run()
+    session.show()
+    assert changed == [True]
     assert session.report is not None
     for parameter, values in zip(stored, before, strict=True):
         assert torch.equal(parameter.dequantize().cpu(), values)
