@@ -120,11 +120,13 @@ def main() -> int:
                     settle_steps=settle,
                     timed_steps=options.timed,
                     traced_steps=0,
+                    guard_steps=0,
                     gemm_benchmark=False,
+                    stop_after=True,
                     output_dir=folder,
                     progress=False,
                 )
-                fit(model, profiler, 1, folder)
+                fit(model, profiler, steps, folder)
                 assert profiler.session is not None
                 watched.append([fact.ms for fact in profiler.session.recorder.snapshot().of(StepTime)])
     where = torch.cuda.get_device_name() if on_gpu else "CPU"

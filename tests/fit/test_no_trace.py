@@ -564,10 +564,32 @@ def lightnings_pytorch_profiler(c: Case) -> None:
     c.fit(Net(), batches(5), batches(1, shuffle=False), max_epochs=2, profiler=profiler)
 
 
+TRACED = {
+    "automatic",
+    "accumulation_and_clipping",
+    "manual_optimization_of_two",
+    "bf16_mixed",
+    "a_loss_scaler",
+    "a_sized_stream_that_cannot_be_restarted",
+    "lazy_layers",
+    "sparse_and_dense_by_hand",
+    "a_step_that_raises",
+    "lightnings_pytorch_profiler",
+}
+"""Cases whose sweep has traced steps too; to read a trace takes most of a short sweep's time."""
+
+
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots and HTML are drawn elsewhere, and take most of a short sweep's time."""
+    monkeypatch.setattr("lowprec_callback.publish.write_files", lambda *_: True)
+
+
+@pytest.mark.usefixtures("no_files")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_training_with_the_callback_is_training_without_it(name: str, tmp_path: Path) -> None:
-    profiler = quick(tmp_path)
+    profiler = quick(tmp_path, traced_steps=int(name in TRACED))
     without = record(CASES[name], tmp_path / "without")
     with_us = record(CASES[name], tmp_path / "with", profiler)
     assert differences(without, with_us) == []

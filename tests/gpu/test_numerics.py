@@ -20,6 +20,7 @@ from lowprec_callback.report import NumericsReport
 from lowprec_callback.sweep.guard import Kept
 from lowprec_callback.sweep.plan import GUARD_SETTLE
 from tests.fit.models import profiler, trainer
+from tests.fit.ranks_script import After, Before
 
 CONFIG = GPTConfig(hidden=256, heads=4, layers=2, ffn=1024, sequence=128, batch=8, learning_rate=3e-4, steps=100)
 FP8 = ("fp8_delayed", "fp8_current", "fp8_block")
@@ -169,10 +170,12 @@ def test_a_batch_waits_on_the_host_and_comes_back_to_its_gpu() -> None:
     assert torch.equal(again["x"], batch["x"])
 
 
-def test_parameters_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = MiniGPT(CONFIG, "transformer_engine", dtype=torch.bfloat16, device="cuda")
-    before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
-    fit(tmp_path, model, sequences(STEPS, CONFIG.batch, CONFIG.sequence), recipes=["fp8_block"])
-    for name, value in model.named_parameters():
-        assert torch.equal(value.detach().cpu(), before[name]), name
+    model, before = MiniGPT(CONFIG, "transformer_engine", dtype=torch.bfloat16, device="cuda"), Before()
+    callback, after = profiler(tmp_path, recipes=["fp8_block"], rounds=1, traced_steps=0, progress=False), After(before)
+    run = trainer(tmp_path, before, callback, after, steps=1, accelerator="gpu", precision="bf16-true")
+    run.fit(model, sequences(STEPS, CONFIG.batch, CONFIG.sequence))
+    assert callback.report is not None
+    assert before.held
+    assert after.same
