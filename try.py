@@ -287,7 +287,9 @@ def test(environment: Environment, arguments: list[str]) -> int:
     environment.prepare("test")
     environment.add_te_files()
     codes = []
-    for check in (["ruff", "check", "."], ["mypy"], ["pytest", *arguments]):
+    # Two processes, a file each at a time; on a GPU one, since what is timed there must not share it.
+    together = [] if environment.gpu else ["-n", "2", "--dist", "loadfile"]
+    for check in (["ruff", "check", "."], ["mypy"], ["pytest", *together, *arguments]):
         with step(" ".join(check)):
             codes.append(run(environment.python, "-m", *check, cwd=ROOT))
     say("FAILED" if any(codes) else "all passed")

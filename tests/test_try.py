@@ -107,7 +107,7 @@ def test_the_checks_all_run_and_the_first_failure_is_the_exit_code(
     monkeypatch.setattr(bootstrap.Environment, "add_te_files", lambda self: None)
     monkeypatch.setenv("LOWPREC_VENV", str(tmp_path / "venv"))
     assert bootstrap.main(["test", "-k", "gap"]) == 3
-    assert ran == [["ruff", "check", "."], ["mypy"], ["pytest", "-k", "gap"]]
+    assert ran == [["ruff", "check", "."], ["mypy"], ["pytest", "-n", "2", "--dist", "loadfile", "-k", "gap"]]
 
 
 @pytest.mark.parametrize(("there", "gpu", "asked"), [(False, False, True), (True, False, False), (False, True, False)])

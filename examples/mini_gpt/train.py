@@ -17,19 +17,22 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run by its path: then Python looks beside this file instead of in the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
-from lightning import Callback, Trainer, seed_everything
+from lightning import Trainer, seed_everything
 
 from examples.mini_gpt import precision
 from examples.mini_gpt.data import VOCABULARY, sequences
 from examples.mini_gpt.model import PRESETS, MiniGPT
 from lowprec_callback.recipes import RecipeError
 from lowprec_callback.sweep.session import ProfilerError
+
+if TYPE_CHECKING:
+    from lowprec_callback import LowPrecisionProfiler
 
 PLAN = ("rounds", "settle_steps", "timed_steps", "traced_steps", "guard_steps")
 """Arguments of LowPrecisionProfiler that pass through; where one is not given, its own default holds."""
@@ -47,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--steps",
         type=_positive,
         metavar="N",
-        help="optimizer steps, the profile's included; the preset's own",
+        help="optimizer steps of training, after those of the profile; the preset's own",
     )
     p.add_argument("--lr", type=float, help="AdamW's learning rate; the preset's own")
     p.add_argument("--seed", type=int, default=0, help="of weights, data and order of recipes; %(default)s")
@@ -62,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     profile = p.add_argument_group("profile")
     how_much = profile.add_mutually_exclusive_group()
     how_much.add_argument("--no-profile", action="store_true", help="train only")
-    how_much.add_argument("--profile-only", action="store_true", help="stop after the profile")
+    how_much.add_argument("--profile-only", action="store_true", help="stop after the profile, which one step follows")
     profile.add_argument(
         "--recipes", type=_names, metavar="NAMES", help="to compare, with commas; all that can run here"
     )
@@ -100,7 +103,11 @@ def recipe_arguments(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return arguments
 
 
-def profiler(options: argparse.Namespace) -> Callback:
+class NoProfileError(Exception):
+    """There was to be a profile and nothing else, and there is none; the callback has said why."""
+
+
+def profiler(options: argparse.Namespace) -> LowPrecisionProfiler:
     """The callback that this example is about."""
     from lowprec_callback import LowPrecisionProfiler
 
@@ -151,12 +158,13 @@ def train(options: argparse.Namespace) -> MiniGPT:
         f"{options.precision}; {steps} steps of {config.batch} x {config.sequence} tokens",
         flush=True,
     )
+    callback = None if options.no_profile else profiler(options)
     trainer = Trainer(
         max_steps=steps,
         accelerator="cuda" if model.head.weight.is_cuda else "cpu",
         devices=1,
         precision=options.precision,
-        callbacks=[] if options.no_profile else [profiler(options)],
+        callbacks=[] if callback is None else [callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,  # it reads the loss, and so waits for the GPU, at every step that it shows
@@ -164,6 +172,8 @@ def train(options: argparse.Namespace) -> MiniGPT:
     )
     began = time.monotonic()
     trainer.fit(model, sequences(steps, config.batch, config.sequence, options.seed))
+    if callback is not None and options.profile_only and callback.report is None:
+        raise NoProfileError
     if not options.profile_only:
         print(f"{learned(model)}, {time.monotonic() - began:.0f} s", flush=True)
     if options.checkpoint is not None:
@@ -182,12 +192,14 @@ def learned(model: MiniGPT) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 2 for a recipe that cannot be used, with one sentence; 130 after Ctrl-C."""
+    """0; 2, with a sentence, for a recipe that cannot be used, or no profile where that was all; 130 after Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
         train(options)
     except (RecipeError, ProfilerError) as error:
         print(error, file=sys.stderr)
+        return 2
+    except NoProfileError:
         return 2
     except KeyboardInterrupt:
         return 130

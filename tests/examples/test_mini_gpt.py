@@ -237,6 +237,34 @@ def test_a_recipe_that_cannot_run_is_one_sentence(
     assert capsys.readouterr().err.startswith(sentence)
 
 
+PROFILE = ("--rounds", "1", "--settle-steps", "1", "--timed-steps", "2", "--traced-steps", "0", "--guard-steps", "1")
+
+
+@pytest.mark.usefixtures("small_preset")
+def test_the_profile_leaves_the_losses_of_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They take longer than all else here.
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: None)
+    monkeypatch.setattr("lowprec_callback.sweep.script.Sweep._benchmark", lambda _self: None)
+    small = [*TRAIN_SMALL[1:], "--steps", "3"]
+    alone = train.train(train.parser().parse_args(["--no-profile", *small]))
+    profiled = train.train(
+        train.parser().parse_args([*small, *PROFILE, "--recipes", "fp32", "--output-dir", str(tmp_path)])
+    )
+    assert list(tmp_path.glob("*/recording.jsonl"))
+    assert len(profiled.losses) == 3
+    assert [loss.item() for loss in profiled.losses] == [loss.item() for loss in alone.losses]
+
+
+@pytest.mark.usefixtures("small_preset")
+def test_a_profile_that_was_all_and_is_none_has_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--recipes", "fp8_delayed", "--steps", "2", "--output-dir", str(tmp_path)]
+    assert train.main([*TRAIN_SMALL[1:], "--profile-only", *arguments]) == 2
+    assert capsys.readouterr().err.count("none of the recipes that were asked for can run here") == 1
+    assert train.main([*TRAIN_SMALL[1:], *arguments]) == 0  # the training is not the profile's to end
+
+
 def test_options_reach_transformer_engines_recipes() -> None:
     options = train.parser().parse_args(["--fp8-format", "E4M3", "--amax-history-len", "16"])
     assert train.recipe_arguments(options) == {

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.cli import main
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.report import RecipeReport, Report, Verdict, load_report
-from tests.gpu.test_planted import open_session
+from tests.gpu.test_planted import open_session, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,9 +155,7 @@ def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
         session.sweep.phase("")
         return loss
 
-    session.sweep.step = step
-    session.run()
-    return analyze(session.recorder.snapshot())
+    return run(session, step)
 
 
 def test_the_recorded_export_says_what_a_trace_in_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from lowprec_callback.analyze.idle import BOUNDARY, split_idle
-from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.analyze.traceview import view
 from lowprec_callback.recording import Trace
 from lowprec_callback.report import IDLE_CAUSES, Ledger, Report
 from lowprec_callback.sweep.session import Session
 
-from .test_planted import BATCH, TOKENS, Stack, open_session, train
+from .test_planted import BATCH, TOKENS, Stack, open_session, run, train
 
 SIZES = (2048,) * 5
 NAP_MS = 4.0
@@ -62,9 +61,7 @@ def late_batches(session: Session, optimizer: torch.optim.Optimizer, nap_ms: flo
         optimizer.zero_grad()
         return loss
 
-    session.sweep.step = step
-    session.run()
-    return analyze(session.recorder.snapshot())
+    return run(session, step)
 
 
 def test_a_host_that_waits_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.analyze.verdict import RECOMPUTED
 from lowprec_callback.engines.transformer_engine import build_recipe, load
 from lowprec_callback.recipes import load_cards
-from lowprec_callback.recording import AttentionBackend, GemmTime, Trace, UncachedWeights
+from lowprec_callback.recording import AttentionBackend, End, GemmTime, Problem, Trace, UncachedWeights
 from lowprec_callback.report import Report, Verdict, VerdictRow
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.session import FallbackError, Options, ProfilerError, Session, Training
@@ -107,7 +107,17 @@ def open_session(
         recipe_arguments=arguments or {},
     )
     training = Training(model, torch.device("cuda"), "planted", [optimizer], micro_batches=micro_batches)
-    return Session.open(options, training, lambda: None), optimizer  # `train` puts its step there
+    return Session.open(options, training, lambda: None), optimizer  # `run` puts its step there
+
+
+def run(session: Session, step: Callable[[], Any]) -> Report:
+    """The whole sweep with these optimizer steps; no page, whose plots take seconds."""
+    session.sweep.step = step
+    session.run()
+    facts = session.recorder.snapshot()
+    # What fails of ours, or in a recipe, raises nothing.
+    assert facts.of(End) == [End("finished")], facts.of(Problem)
+    return analyze(facts)
 
 
 def train(session: Session, optimizer: torch.optim.Optimizer, micro_batches: int = 1, first: bool = False) -> Report:
@@ -130,9 +140,7 @@ def train(session: Session, optimizer: torch.optim.Optimizer, micro_batches: int
         optimizer.zero_grad()
         return loss
 
-    session.sweep.step = step
-    session.run()
-    return analyze(session.recorder.snapshot())
+    return run(session, step)
 
 
 def profile(folder: Path, model: nn.Module, recipes: Any, **options: Any) -> Report:

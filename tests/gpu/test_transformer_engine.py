@@ -377,11 +377,14 @@ def test_weights_stored_in_fp8_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 6, 10, 14])
 def test_an_exception_leaves_nothing_of_ours(tmp_path: Path, at: int) -> None:
+    """The sweep meets it first; then training comes to it by its own count."""
     model = Block(fail_at=at)
     original = load().tex.generic_gemm
     callback = profiler(tmp_path, rounds=1, recipes=["fp8_delayed"])
+    run = gpu_trainer(tmp_path, callback, 60)
     with pytest.raises(RuntimeError, match="planted"):
-        gpu_trainer(tmp_path, callback, 60).fit(model, batches(60))
+        run.fit(model, batches(60))
+    assert run.global_step == at - 1
     assert load().tex.generic_gemm is original
     assert "training_step" not in model.__dict__
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
