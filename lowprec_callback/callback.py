@@ -295,7 +295,8 @@ class LowPrecisionProfiler(Callback):
                 with Rng.kept():
                     self.session.show()
         if reason is not None:
-            self._say_why_not(trainer, f"{reason}; training goes on as without the profile")
+            goes_on = "" if self._stop_after else "; training goes on as without the profile"
+            self._say_why_not(trainer, f"{reason}{goes_on}")
         if self._log and self.session is not None:
             with Rng.kept():
                 log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)

@@ -339,7 +339,8 @@ class Continuation:
     def _here(options: Options, model: nn.Module, device: torch.device, recipe: str) -> Continuation:
         engine = choose_engine(model, device)
         try:
-            card = resolve([recipe], engine.name)[0].with_arguments(options.recipe_arguments.get(recipe, {}))
+            card = resolve([recipe], engine.name)[0]
+            card = card.with_arguments(options.recipe_arguments.get(card.name, {}))
         except RecipeError as error:
             raise ProfilerError(f"continue_with: {error}") from error
         with Rng.kept():
@@ -374,8 +375,9 @@ def early_ranges(options: Options) -> TeRanges | None:
 def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCard]]:
     """(baseline, all recipes with the baseline first), with the user's arguments in place."""
     asked = resolve(options.recipes, engine.name)
-    known = {**load_cards(), **{card.name: card for card in asked}}
     baseline = resolve([options.baseline or engine.default_baseline], engine.name)[0]
+    # A card that is named here wins over the built-in one of its name.
+    known = {**load_cards(), **{card.name: card for card in (baseline, *asked)}}
     for name, arguments in options.recipe_arguments.items():
         if name not in known:
             raise RecipeError(f"recipe_arguments names {name!r}; known recipes: {', '.join(known)}")
