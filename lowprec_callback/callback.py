@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lowprec_callback.failures import in_words
 from lowprec_callback.sweep.options import options_of
+from lowprec_callback.sweep.patches import Patches
 from lowprec_callback.sweep.progress import say
 from lowprec_callback.sweep.python_state import PythonState
-from lowprec_callback.sweep.ranks import RankError, Ranks, ranks_of, why_not
+from lowprec_callback.sweep.ranks import RankError, why_not
 from lowprec_callback.sweep.script import StepFailed
 from lowprec_callback.sweep.session import (
     Continuation,
@@ -20,16 +21,16 @@ from lowprec_callback.sweep.session import (
     NotPutBackError,
     ProfilerError,
     Session,
+    Training,
     early_ranges,
     put_back,
 )
-from lowprec_callback.sweep.snapshot import Rng
+from lowprec_callback.sweep.snapshot import Rng, kept_environment
 from lowprec_callback.trainer import facts
 from lowprec_callback.trainer.aside import set_aside
 from lowprec_callback.trainer.batches import FirstBatch, NoBatches, Source, reason_for_copies, source_of
 from lowprec_callback.trainer.drive import Adapter, Driver
 from lowprec_callback.trainer.loggers import log_report
-from lowprec_callback.trainer.patches import Patches
 from lowprec_callback.trainer.te_plugin import take_region_over
 
 if TYPE_CHECKING:
@@ -189,14 +190,14 @@ class LowPrecisionProfiler(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is on its device and the optimizers exist: see whether `continue_with` can be had."""
         if self._continue_with is not None and not self._stop_after:
-            ranks = _ranks(trainer)
+            ranks = facts.processes_of(trainer)
             self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with, ranks)
         if self._started:
             self._continue(trainer, pl_module)
             return
         try:
-            if reason_for_copies(trainer.fit_loop._combined_loader) is not None:
-                self._first = FirstBatch.watch(trainer.fit_loop._data_fetcher)
+            if (reason := reason_for_copies(trainer.fit_loop._combined_loader)) is not None:
+                self._first = FirstBatch.watch(trainer.fit_loop._data_fetcher, reason)
         except Exception as error:  # Lightning's private attributes, and the user's own loaders
             self._started = True
             self._say_why_not(trainer, f"the profile cannot read the training data ({in_words(error)})")
@@ -247,29 +248,28 @@ class LowPrecisionProfiler(Callback):
     # -- the sweep -------------------------------------------------------------------------------------------------
 
     def _profile(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None) -> None:
-        """The sweep, with everything set aside before it and put back after it.
+        """The sweep, with everything set aside before it and put back after it; then its page."""
+        try:
+            with Rng.kept(), kept_environment():
+                self._sweep(trainer, module, first)
+        finally:
+            if self.session is not None and not self.session.sweep.not_put_back:
+                with Rng.kept():
+                    self.session.show()
+        if self._log and self.session is not None:
+            with Rng.kept():
+                log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
 
-        Nothing of ours ends a training that would run without us: what fails is said in one sentence. With several
-        ranks, what one cannot prepare, all leave out; an exception in the middle of a step ends the process, as in
-        training, because the others wait for this one there.
+    def _sweep(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None) -> None:
+        """Nothing of ours ends a training that would run without us: what fails is said in one sentence.
+
+        With several ranks, what one cannot prepare, all leave out; an exception in the middle of a step ends the
+        process, as in training, because the others wait for this one there.
         """
-        rng, variables = Rng.take(), dict(os.environ)
-        source: Source | None = None
-        reason: str | None = None
         try:
             folder = facts.folder_of(trainer)
-            prepared, _ = _ranks(trainer).together(lambda: _prepare(trainer, module, first, folder))
-            source, training, driver, adapter, data = prepared
-            try:
-                with set_aside(trainer, adapter):
-                    self.session = Session.open(self._options, training, driver.step, self._te_ranges)
-                    try:
-                        with driver.attached(self.session.sweep):
-                            self.session.run()
-                    finally:
-                        self.session.close()
-            finally:
-                put_back(data)
+            prepared, _ = facts.processes_of(trainer).together(lambda: _prepare(trainer, module, first, folder))
+            self._drive(trainer, prepared)
         except NotPutBackError:
             raise
         except StepFailed as failure:
@@ -281,25 +281,30 @@ class LowPrecisionProfiler(Callback):
             reason = str(error)
         except _Refused as error:
             self._say_why_not(trainer, str(error))
+            return
         except Exception as error:
             if trainer.world_size > 1:
                 raise
             reason = f"the profiler itself failed ({in_words(error)})"
+        else:
+            return
+        goes_on = "" if self._stop_after else "; training goes on as without the profile"
+        self._say_why_not(trainer, f"{reason}{goes_on}")
+
+    def _drive(self, trainer: Trainer, prepared: _Prepared) -> None:
+        """Run the session inside the Trainer's own loop."""
+        try:
+            with set_aside(trainer, prepared.adapter):
+                self.session = Session.open(self._options, prepared.training, prepared.driver.step, self._te_ranges)
+                try:
+                    with prepared.driver.attached(self.session.sweep):
+                        self.session.run()
+                finally:
+                    self.session.close()
         finally:
-            if source is not None:
-                with suppress(Exception):
-                    source.close()
-            rng.restore()
-            _put_environment_back(variables)
-            if self.session is not None and not self.session.sweep.not_put_back:
-                with Rng.kept():
-                    self.session.show()
-        if reason is not None:
-            goes_on = "" if self._stop_after else "; training goes on as without the profile"
-            self._say_why_not(trainer, f"{reason}{goes_on}")
-        if self._log and self.session is not None:
-            with Rng.kept():
-                log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
+            with suppress(Exception):
+                prepared.source.close()
+            put_back(prepared.data)
 
     def _say_why_not(self, trainer: Trainer, sentence: str) -> None:
         self.why_not = sentence
@@ -326,23 +331,20 @@ class _Refused(Exception):
     """A fit that cannot be profiled as it stands."""
 
 
-def _put_environment_back(variables: Mapping[str, str]) -> None:
-    """The process's environment, in which libraries leave words for themselves."""
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    for name, value in variables.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+@dataclass(frozen=True)
+class _Prepared:
+    """What the sweep needs of a fit."""
+
+    source: Source
+    training: Training
+    driver: Driver
+    adapter: Adapter
+    data: PythonState
+    """Of what reads the training data."""
 
 
-def _ranks(trainer: Trainer) -> Ranks:
-    return ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size)
-
-
-def _prepare(
-    trainer: Any, module: Any, first: FirstBatch | None, folder: str
-) -> tuple[Source, Any, Driver, Adapter, PythonState]:
-    """What the sweep needs of this fit. Changes nothing.
+def _prepare(trainer: Any, module: Any, first: FirstBatch | None, folder: str) -> _Prepared:
+    """Changes nothing of the fit.
 
     Raises:
         _Refused: it cannot be profiled.
@@ -360,4 +362,4 @@ def _prepare(
     loaders = trainer.fit_loop._combined_loader.flattened
     names = [f"train_dataloader {index}" if len(loaders) > 1 else "train_dataloader" for index in range(len(loaders))]
     owners = {**dict(zip(names, loaders, strict=True)), "datamodule": trainer.datamodule}
-    return source, training, driver, adapter, PythonState.take(owners, tensors=False)
+    return _Prepared(source, training, driver, adapter, PythonState.take(owners, tensors=False))

@@ -13,10 +13,11 @@ from torch import nn
 from lowprec_callback.engines.base import class_name
 from lowprec_callback.report import Report
 from lowprec_callback.sweep.options import options_of
+from lowprec_callback.sweep.patches import Patches
 from lowprec_callback.sweep.python_state import PythonState
 from lowprec_callback.sweep.script import StepFailed, Sweep
 from lowprec_callback.sweep.session import ProfilerError, Session, Training, put_back
-from lowprec_callback.sweep.snapshot import Rng
+from lowprec_callback.sweep.snapshot import Rng, kept_environment
 
 OWNER = "profile"
 
@@ -85,19 +86,18 @@ def profile(
         batches="the batches given, from their beginning and again",
         folder="lowprec",
     )
-    rng, outside = Rng.take(), PythonState.take({"step": step, "batches": batches}, tensors=False)
-    session = Session.open(wanted, training, driver.step)
-    try:
-        with driver.attached(session.sweep):
-            session.run()
-    except StepFailed as failure:
-        raise failure.cause from None
-    finally:
-        session.close()
-        rng.restore()
-        with Rng.kept():
+    outside = PythonState.take({"step": step, "batches": batches}, tensors=False)
+    with Rng.kept(), kept_environment():
+        session = Session.open(wanted, training, driver.step)
+        try:
+            with driver.attached(session.sweep):
+                session.run()
+        except StepFailed as failure:
+            raise failure.cause from None
+        finally:
+            session.close()
+            put_back(outside)
             session.show()
-        put_back(outside)
     return session.report
 
 
@@ -157,16 +157,13 @@ class _Driver:
                 sweep.trial.gradients(optimizer)
             sweep.phase("optimizer")
 
-        own = vars(self._model).get("forward")
+        patches = Patches()
         with ExitStack() as stack:
             for optimizer in self._optimizers:
                 stack.callback(optimizer.register_step_pre_hook(begins).remove)
-            self._model.forward = in_region
+            stack.callback(patches.undo)
+            patches.put(self._model, "forward", in_region)
             try:
                 yield
             finally:
                 self._sweep = self._reader = None
-                if own is None:
-                    del self._model.forward
-                else:
-                    self._model.forward = own

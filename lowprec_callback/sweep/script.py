@@ -72,7 +72,7 @@ CHANGING = 4
 """More steps that are captured, where batches change in size from step to step."""
 
 TRIES = 4
-"""Times that a watched step is looked at again, if evaluation or the like ran inside it."""
+"""Times that a watched step is looked at again, if it was no whole or usual one."""
 
 TOLD = 1.5
 """How many times as long as the first look said the rest must take for it to be said again."""
@@ -117,7 +117,7 @@ class Sweep:
     Args:
         engine: runs the model under recipes.
         cards: recipes that can run, the baseline first.
-        settings: sizes, already fitted to the length of the run.
+        settings: sizes.
         recorder: where facts go.
         snapshot: the state to restore at the end.
         step: one optimizer step of the loop that the sweep is a guest in; returns the loss, if it knows one.

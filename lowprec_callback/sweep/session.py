@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import lowprec_callback
-from lowprec_callback import recording, report
+from lowprec_callback import recording
 from lowprec_callback.analyze.verdict_summary import fallbacks
 from lowprec_callback.engines.base import Engine, NotRun
 from lowprec_callback.engines.choose import choose_engine
@@ -116,7 +116,6 @@ class Session:
     engine: Engine
     recorder: Recorder
     folder: Path
-    cards: dict[str, RecipeCard]
     say: Callable[[str], None]
     speaks: bool
     processes: Ranks = field(default_factory=Alone)
@@ -208,8 +207,7 @@ class Session:
         if te_ranges is not None and te_ranges.problem:
             recorder.add(Problem("nvtx", te_ranges.problem))
             say(f"lowprec: {te_ranges.problem}")
-        cards = {c.name: c for c in [*able, *asked]}
-        session = Session(sweep, engine, recorder, folder, cards, say, training.speaks, processes, te_ranges=te_ranges)
+        session = Session(sweep, engine, recorder, folder, say, training.speaks, processes, te_ranges=te_ranges)
         session.keep = options.keep_rank_recordings
         session._announce()
         return session
@@ -352,14 +350,6 @@ class Continuation:
     def region(self) -> AbstractContextManager[Any]:
         """The context for one forward pass."""
         return self.engine.region(self.card)
-
-
-def report_in(folder: Path) -> Report | None:
-    """The report of a run that is over; None where it is no longer there or cannot be read."""
-    try:
-        return report.load_report(folder)
-    except (OSError, ValueError):
-        return None
 
 
 def wants_nvtx(options: Options) -> bool:

@@ -10,6 +10,7 @@ else user code keeps in Python objects is `python_state`'s.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -257,17 +258,6 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def forget_gradients(model: nn.Module) -> None:
-    """After a backward that broke off: the optimizer finds gradients, as it must, and they change nothing.
-
-    A loss scaler insists on at least one gradient; so where there are none, all become zero.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
-    having = [parameter for parameter in trained if parameter.grad is not None]
-    for parameter in having or trained:
-        parameter.grad = torch.zeros_like(parameter)
-
-
 @dataclass
 class Rng:
     """Python's, NumPy's and PyTorch's generators, on the CPU and on every CUDA device in use."""
@@ -300,3 +290,17 @@ class Rng:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(self.torch_cuda)
+
+
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """What runs inside may set variables of the environment, as libraries do; afterwards they are as before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lowprec_callback.sweep.patches import Patches
 from lowprec_callback.trainer.parts import part
 
 
@@ -86,7 +87,7 @@ def set_aside(trainer: Any, adapter: Any) -> Iterator[None]:
     metrics = {name: copy.copy(value) for name, value in vars(connector).items() if name != "trainer"}
     names = ("should_stop", "callbacks", "loggers", "profiler")
     before = {name: getattr(trainer, name) for name in names}
-    own_save = vars(trainer).get("save_checkpoint")
+    patches = Patches()
     try:
         epoch._results = type(epoch._results)(training=True)
         epoch.restarting = False
@@ -94,14 +95,11 @@ def set_aside(trainer: Any, adapter: Any) -> Iterator[None]:
         trainer.callbacks = [adapter] if bar is None else [adapter, quiet_bar(bar)]
         trainer.loggers = [muted_logger(trainer, logger) for logger in before["loggers"]]
         trainer.profiler = part(trainer, "profilers.base", "PassThroughProfiler")()
-        trainer.save_checkpoint = lambda *_args, **_kwargs: None
+        patches.put(trainer, "save_checkpoint", lambda *_args, **_kwargs: None)
         yield
     finally:
         for name, value in before.items():
             setattr(trainer, name, value)
-        if own_save is None:
-            vars(trainer).pop("save_checkpoint", None)
-        else:
-            trainer.save_checkpoint = own_save
+        patches.undo()
         vars(connector).update(metrics)
         loops.put_back()

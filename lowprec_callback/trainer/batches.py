@@ -31,14 +31,21 @@ class Source(Protocol):
 
     words: str
     """Which batches these are, for the page."""
-    done: bool
-    """Whether the batch given last was the last of its pass."""
+
+    @property
+    def fetcher(self) -> Any:
+        """What the loop is given: `next` of it is the next batch, `done` whether that was the last of its pass."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the pass is over."""
+
+    @property
+    def window(self) -> int:
+        """Batches in one optimizer step: as many as accumulate, or all that a pass has, if those are fewer."""
 
     def begin(self) -> None:
         """A new pass over the data."""
-
-    def __next__(self) -> Any:
-        """The next batch. Raises StopIteration at the end of a pass."""
 
     def close(self) -> None:
         """Let go of iterators and worker processes."""
@@ -62,6 +69,11 @@ class Passes:
         self._length: int | None = None
         self._given = 0
         self._ahead: list[Item] = []
+
+    @property
+    def fetcher(self) -> Passes:
+        """See `Source`."""
+        return self
 
     def begin(self) -> None:
         """See `Source`."""
@@ -92,12 +104,12 @@ class Passes:
 
     @property
     def window(self) -> int:
-        """Batches in one optimizer step: as many as accumulate, or all that an epoch has, if those are fewer."""
+        """See `Source`."""
         return min(self._accumulate, self._length or self._accumulate)
 
     @property
     def over(self) -> bool:
-        """Whether the pass is over."""
+        """See `Source`."""
         return self.done or (self._length is not None and self._given >= self._length)
 
     def close(self) -> None:
@@ -109,9 +121,9 @@ class Passes:
 class IteratorPasses:
     """The same for a `training_step` that takes the data's iterator: Lightning's own fetcher over a second loader."""
 
-    def __init__(self, fetcher: Any, loader: Any, words: str) -> None:
+    def __init__(self, fetcher: Any, loader: Any, accumulate: int, words: str) -> None:
         self.fetcher = fetcher
-        self._loader = loader
+        self.window = accumulate
         self.words = words
         fetcher.setup(loader)
 
@@ -120,14 +132,9 @@ class IteratorPasses:
         iter(self.fetcher)
 
     @property
-    def done(self) -> bool:
+    def over(self) -> bool:
         """See `Source`."""
         return bool(self.fetcher.done)
-
-    @property
-    def over(self) -> bool:
-        """Whether the pass is over."""
-        return self.done
 
     def close(self) -> None:
         """See `Source`."""
@@ -141,17 +148,24 @@ class Copies:
         items: the batches; copies are kept.
         on_cpu: whether the model computes where the batches are, so that it could change them: each step then gets
             copies of its own. Else the transfer to the device makes them.
+        accumulate: batches in one optimizer step.
         words: see `Source`.
     """
 
     done = False
     over = False
 
-    def __init__(self, items: Sequence[Item], on_cpu: bool, words: str) -> None:
+    def __init__(self, items: Sequence[Item], on_cpu: bool, accumulate: int, words: str) -> None:
         self._items = list(items)
         self._on_cpu = on_cpu
+        self.window = accumulate
         self.words = words
         self._given = 0
+
+    @property
+    def fetcher(self) -> Copies:
+        """See `Source`."""
+        return self
 
     def begin(self) -> None:
         """See `Source`."""
@@ -180,9 +194,14 @@ class FirstBatch:
 
     Stands in for the fetcher's iterator until then. A sized stream is fetched from only when its batch is needed, and
     by the time that the sweep begins that batch has been through the transfer hooks.
+
+    Args:
+        fetcher: the fit's own.
+        why: why the loaders are not read twice, from `reason_for_copies`.
     """
 
-    def __init__(self, fetcher: Any) -> None:
+    def __init__(self, fetcher: Any, why: str) -> None:
+        self.why = why
         self._fetcher = fetcher
         self._iterator = fetcher.iterator
         self.item: Item | None = None
@@ -190,9 +209,9 @@ class FirstBatch:
         self._held = [self._copied(item) for item in getattr(fetcher, "batches", ())]
 
     @staticmethod
-    def watch(fetcher: Any) -> FirstBatch:
+    def watch(fetcher: Any, why: str) -> FirstBatch:
         """Put one in place."""
-        watcher = FirstBatch(fetcher)
+        watcher = FirstBatch(fetcher, why)
         fetcher.iterator = watcher
         return watcher
 
@@ -270,26 +289,26 @@ def source_of(trainer: Any, first: FirstBatch | None, on_cpu: bool) -> Source:
 
     Args:
         trainer: in the first `on_train_batch_start` of a fit.
-        first: what the fit has fetched from loaders that are not read twice.
+        first: what the fit has fetched from loaders that are not read twice; None where they can be.
         on_cpu: see `Copies`.
 
     Raises:
         NoBatches: there are none that could be used.
     """
     live, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    accumulate = trainer.accumulate_grad_batches
     by_iterator = isinstance(fetcher, part(trainer, "loops.fetchers", "_DataLoaderIterDataFetcher"))
-    if (why := reason_for_copies(live)) is not None:
+    if first is not None:
         if by_iterator:
-            raise NoBatches(f"training_step takes the data's iterator itself, and {why}")
-        items = first.items if first is not None else []
-        if not items:
-            raise NoBatches((first.problem if first is not None else None) or f"no batch is known, and {why}")
-        count = f"copies of {len(items)} batches" if len(items) > 1 else "copies of one batch"
-        return Copies(items, on_cpu, f"{count} that the fit had fetched ({why})")
+            raise NoBatches(f"training_step takes the data's iterator itself, and {first.why}")
+        if not first.items:
+            raise NoBatches(first.problem or f"no batch is known, and {first.why}")
+        count = f"copies of {len(first.items)} batches" if len(first.items) > 1 else "copies of one batch"
+        return Copies(first.items, on_cpu, accumulate, f"{count} that the fit had fetched ({first.why})")
     second = type(live)(live.iterables, live._mode)
     second.flattened = [_second_reader(loader) for loader in live.flattened]
     second.limits = live.limits
     words = "a second reading of the training data from its beginning"
     if by_iterator:
-        return IteratorPasses(type(fetcher)(), second, words)  # type: ignore[return-value]
-    return Passes(second, trainer.accumulate_grad_batches, words)
+        return IteratorPasses(type(fetcher)(), second, accumulate, words)
+    return Passes(second, accumulate, words)

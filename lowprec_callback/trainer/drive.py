@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from lowprec_callback.sweep.patches import Patches
 from lowprec_callback.sweep.script import Sweep
 from lowprec_callback.trainer.batches import Source
 from lowprec_callback.trainer.parts import part
-from lowprec_callback.trainer.patches import Patches
 from lowprec_callback.trainer.step_window import StepWindow
 from lowprec_callback.trainer.te_plugin import take_region_over
 
@@ -129,10 +129,7 @@ class Driver:
         self._loop = trainer.fit_loop.epoch_loop
         self._window = StepWindow(len(trainer.optimizers))
         self._schedules = _Schedules(trainer, steps)
-        self._fetcher = getattr(source, "fetcher", source)
         self._begun = False
-        self._batches = 0
-        """Batches of the step that runs."""
         self._sigterm = part(trainer, "utilities.exceptions", "SIGTERMException")
 
     def step(self) -> Any:
@@ -155,13 +152,13 @@ class Driver:
 
     def _run(self) -> Any:
         sweep, trainer = self._adapter.sweep, self._trainer
-        empty = self._batches = 0
-        while self._batches < max(MOST_BATCHES, 2 * trainer.accumulate_grad_batches):
-            if not self._begun or getattr(self._source, "over", False):
+        empty = ran = 0
+        while ran < max(MOST_BATCHES, 2 * trainer.accumulate_grad_batches):
+            if not self._begun or self._source.over:
                 self._begin()
             self._window.batch_begins(trainer.global_step)
             try:
-                self._loop.advance(self._fetcher)
+                self._loop.advance(self._source.fetcher)
             except StopIteration:
                 self._begun = False
                 empty += 1
@@ -170,17 +167,17 @@ class Driver:
                 continue
             if trainer.received_sigterm:
                 raise self._sigterm
-            empty, self._batches = 0, self._batches + 1
+            empty, ran = 0, ran + 1
             if self._window.batch_ends(trainer.global_step):
                 batches = self._window.batches
                 self._window.again()
-                expected = getattr(self._source, "window", trainer.accumulate_grad_batches)
+                expected = self._source.window
                 if sweep is not None and self._module.automatic_optimization and batches != expected:
                     sweep.contaminate(f"micro-batches in this step: {batches}, not {expected}")
                 return _loss_of(self._adapter.outputs)
             if sweep is not None:
                 sweep.phase("data")
-        raise NoStep(f"no optimizer stepped in {self._batches} batches")
+        raise NoStep(f"no optimizer stepped in {ran} batches")
 
     def _begin(self) -> None:
         self._source.begin()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.profiler import emit_nvtx
 
 from lowprec_callback.engines.base import class_name
-from lowprec_callback.sweep.ranks import ranks_of
+from lowprec_callback.sweep.ranks import Ranks, ranks_of
 from lowprec_callback.sweep.session import Training
 
 
@@ -41,10 +41,15 @@ def training_of(trainer: Any, module: Any, batches: str, folder: str) -> Trainin
         folder=folder,
         no_profiler=profiler_of(trainer),
         speaks=trainer.is_global_zero,
-        processes=ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size),
+        processes=processes_of(trainer),
         holder=trainer.strategy.model,
         seconds_left=seconds_left(trainer),
     )
+
+
+def processes_of(trainer: Any) -> Ranks:
+    """Those that train together."""
+    return ranks_of(trainer.strategy, trainer.global_rank, trainer.world_size)
 
 
 def folder_of(trainer: Any) -> str:

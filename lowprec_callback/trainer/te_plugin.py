@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowprec_callback.trainer.patches import Patches
+from lowprec_callback.sweep.patches import Patches
 
 PLUGIN = "TransformerEnginePrecision"
 """The class, in `lightning` as in `pytorch_lightning`."""

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
 from lowprec_callback import LowPrecisionProfiler
+from tests.fit.models import profiler
 
 
 class Rows(Logger):
@@ -186,26 +187,16 @@ class Case:
 
 def quick(folder: Path, **arguments: Any) -> LowPrecisionProfiler:
     """A short sweep that has every part but the benchmark."""
-    defaults: dict[str, Any] = {
-        "rounds": 1,
-        "settle_steps": 1,
-        "timed_steps": 2,
-        "traced_steps": 1,
-        "guard_steps": 1,
-        "gemm_benchmark": False,
-        "progress": False,
-        "output_dir": str(folder / "ours"),
-    }
-    return LowPrecisionProfiler(**{**defaults, **arguments})
+    return profiler(folder / "ours", **{"rounds": 1, "guard_steps": 1, "progress": False, **arguments})
 
 
 def record(
-    run: Callable[[Case], None], folder: Path, profiler: LowPrecisionProfiler | None = None, seed: int = 11
+    run: Callable[[Case], None], folder: Path, ours: LowPrecisionProfiler | None = None, seed: int = 11
 ) -> dict[str, Any]:
     """Everything that a training shows, with our callback or without."""
     folder.mkdir(parents=True)
     seed_everything(seed, verbose=False)
-    case = Case(folder, [profiler] if profiler is not None else [])
+    case = Case(folder, [ours] if ours is not None else [])
     run(case)
     return case.record
 

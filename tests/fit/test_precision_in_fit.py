@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.recording import Dispatch, End, Plan, StepTime
-from lowprec_callback.trainer.patches import Patches
+from lowprec_callback.sweep.patches import Patches
 from lowprec_callback.trainer.te_plugin import has_region, take_region_over
 from tests.engines import fake_te
 from tests.fit.models import BATCH, WIDTH, Rows, Tiny, Validated, loader, short, trainer

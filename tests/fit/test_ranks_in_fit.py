@@ -16,7 +16,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lowprec_callback import callback as callback_module
 from lowprec_callback import load_report
 from lowprec_callback.recording import (
     End,
@@ -251,7 +250,6 @@ def test_a_part_that_all_ranks_leave_out_together_ends_no_training(
 ) -> None:
     """With several ranks a failure of ours ends the process, unless all know of it: here no step is ever clean."""
     monkeypatch.setattr(trainer_facts, "ranks_of", lambda *_: Two())
-    monkeypatch.setattr(callback_module, "ranks_of", lambda *_: Two())
     monkeypatch.setattr(Sweep, "_was_clean", lambda _sweep: False)
     callback, module = profiler(tmp_path / "runs", guard_steps=0), Tiny()
     run = trainer(tmp_path, callback, steps=45)

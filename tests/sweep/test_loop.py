@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -72,8 +73,9 @@ class Loop:
 
 def test_training_after_a_profile_is_training_without_it(tmp_path: Path) -> None:
     without = Loop().train()
-    loop = Loop()
+    loop, variables = Loop(), dict(os.environ)
     report = loop.profile(tmp_path)
+    assert dict(os.environ) == variables
     with_it = loop.train()
     assert (with_it[0], with_it[2:]) == (without[0], without[2:])
     assert all(map(torch.equal, with_it[1], without[1]))

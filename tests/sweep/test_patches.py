@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lowprec_callback.trainer.patches import Patches
+from lowprec_callback.sweep.patches import Patches
 
 
 class Owner:
