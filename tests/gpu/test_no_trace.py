@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 from lowprec_callback.engines.transformer_engine import load
 from tests.fit.same import Case, differences, quick, record
 from tests.fit.test_no_trace import Net, batches
+from tests.fit.test_ranks_in_fit import environment, launch
 
 WIDTH = 256
 
@@ -119,3 +122,26 @@ def test_training_with_the_callback_is_training_without_it(run: Callable[[Case],
     assert callback.why_not is None
     assert callback.report is not None
     assert callback.report.status == "finished"
+
+
+@pytest.mark.timeout(500)
+def test_nor_do_two_processes_with_te_layers_notice(tmp_path: Path) -> None:
+    """DDP and FSDP 2, on each rank; on one GPU where there are no two."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        (["-m", "tests.gpu.same_ranks", str(rank), str(tmp_path), str(port)], environment(tmp_path))
+        for rank in range(2)
+    ]
+    for done in launch(*ranks):
+        assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"same-{rank}.json").read_text())
+        assert len(found) == 3
+        for name, outcome in found.items():
+            assert (name, outcome["raised"]) == (name, [None, None])
+            assert (name, outcome["by themselves"]) == (name, []), "these kernels are not deterministic"
+            assert (name, outcome["differences"]) == (name, [])
+            assert outcome["compared"] > 60
+            assert (name, outcome["why_not"], outcome["report"]) == (name, None, rank == 0)
