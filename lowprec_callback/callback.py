@@ -9,8 +9,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lowprec_callback.failures import in_words
-from lowprec_callback.sweep.options import options_of
+from lowprec_callback.sweep.options import NVTX_STEPS, options_of
 from lowprec_callback.sweep.patches import Patches
+from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.progress import say
 from lowprec_callback.sweep.python_state import PythonState
 from lowprec_callback.sweep.ranks import RankError, why_not
@@ -19,6 +20,7 @@ from lowprec_callback.sweep.session import (
     Continuation,
     FallbackError,
     NotPutBackError,
+    Options,
     ProfilerError,
     Session,
     Training,
@@ -26,7 +28,7 @@ from lowprec_callback.sweep.session import (
     put_back,
 )
 from lowprec_callback.sweep.snapshot import Rng, kept_environment
-from lowprec_callback.trainer import facts
+from lowprec_callback.trainer import bar_clock, facts
 from lowprec_callback.trainer.aside import set_aside
 from lowprec_callback.trainer.batches import FirstBatch, NoBatches, Source, reason_for_copies, source_of
 from lowprec_callback.trainer.drive import Adapter, Driver
@@ -109,26 +111,26 @@ class LowPrecisionProfiler(Callback):
         self,
         recipes: Sequence[str] | str | None = None,
         baseline: str | None = None,
-        rounds: int = 3,
-        settle_steps: int = 3,
-        timed_steps: int = 8,
-        traced_steps: int = 2,
-        gemm_benchmark: bool = True,
+        rounds: int = Settings.rounds,
+        settle_steps: int = Settings.settle_steps,
+        timed_steps: int = Settings.timed_steps,
+        traced_steps: int = Settings.traced_steps,
+        gemm_benchmark: bool = Options.gemm_benchmark,
         continue_with: str | None = None,
         stop_after: bool = False,
         output_dir: str | None = None,
-        seed: int = 0,
+        seed: int = Settings.seed,
         nvtx: bool | None = None,
-        nvtx_steps: int = 2,
-        guard_steps: int = 4,
+        nvtx_steps: int = NVTX_STEPS,
+        guard_steps: int = Settings.guard_steps,
         log: bool = False,
-        progress: bool = True,
-        keep_rank_recordings: bool = False,
+        progress: bool = Options.progress,
+        keep_rank_recordings: bool = Options.keep_rank_recordings,
         fail_on_fallback: bool = False,
         recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
         max_rounds: int | None = None,
-        step_precision: float = 0.02,
-        block_seconds: float | None = 20.0,
+        step_precision: float = Settings.step_precision,
+        block_seconds: float | None = Settings.block_seconds,
         max_seconds: float | None = None,
     ) -> None:
         super().__init__()
@@ -158,7 +160,6 @@ class LowPrecisionProfiler(Callback):
             log=log,
             fail_on_fallback=fail_on_fallback,
         )
-        self._continue_with = continue_with
         self._stop_after = stop_after
         self._log = log
         self._fail_on_fallback = fail_on_fallback
@@ -189,9 +190,9 @@ class LowPrecisionProfiler(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is on its device and the optimizers exist: see whether `continue_with` can be had."""
-        if self._continue_with is not None and not self._stop_after:
+        if (recipe := self._options.continue_with) is not None and not self._stop_after:
             ranks = facts.processes_of(trainer)
-            self._continuation = Continuation.of(self._options, pl_module, pl_module.device, self._continue_with, ranks)
+            self._continuation = Continuation.of(self._options, pl_module, pl_module.device, recipe, ranks)
         if self._started:
             self._continue(trainer, pl_module)
             return
@@ -210,7 +211,8 @@ class LowPrecisionProfiler(Callback):
         first, self._first = self._first, None
         if first is not None:
             first.leave()
-        self._profile(trainer, pl_module, first)
+        with bar_clock.stopped(trainer):
+            self._profile(trainer, pl_module, first)
         if self._stop_after:
             trainer.should_stop = True
         else:

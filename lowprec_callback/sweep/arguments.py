@@ -30,7 +30,7 @@ def check(values: Mapping[str, Any]) -> None:
     for name in ("recipes", *ONE_RECIPE):
         value = values.get(name)
         try:
-            cards = _named([value] if name in ONE_RECIPE and value is not None else value)
+            cards = named([value] if name in ONE_RECIPE and value is not None else value)
         except RecipeError as error:
             raise ValueError(f"{name}: {error}") from error
         if name in ONE_RECIPE and value is not None and len(cards) != 1:
@@ -48,7 +48,7 @@ def check(values: Mapping[str, Any]) -> None:
             raise ValueError(f"recipe_arguments[{recipe!r}]: {error}") from error
 
 
-def _named(names: Any) -> list[RecipeCard]:
+def named(names: Any) -> list[RecipeCard]:
     """The cards that are meant, whatever engine will run them: which one, nobody knows before there is a model.
 
     Raises:

@@ -1,8 +1,12 @@
-"""What a user may ask of a profile: the arguments that the callback and `profile` share, looked at and put together."""
+"""What a user may ask of a profile: the arguments that the callback and `profile` share, looked at and put together.
+
+Each default stands in one place: those of sizes in `Settings`, the others in `Options`, and here the one in which the
+two differ. The callback's signature and `options_of` take them from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from lowprec_callback.recipes import RecipeError
@@ -10,83 +14,40 @@ from lowprec_callback.sweep import arguments
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.session import Options, ProfilerError
 
-CALLBACKS_OWN = {"continue_with", "stop_after", "log", "fail_on_fallback"}
-"""Arguments that mean something in a fit alone."""
+NVTX_STEPS = 2
+"""`nvtx_steps`, unless the user says how many. `Settings` has none by default, as a plan without NVTX has none."""
+
+CALLBACKS_OWN = {"stop_after", "log", "fail_on_fallback"}
+"""Arguments that mean something in a fit alone, and that the callback itself acts on: here they are only looked at."""
+
+_SIZES = {each.name for each in fields(Settings)}
+_OTHERS = {each.name for each in fields(Options)} - {"settings"}
 
 
-def options_of(
-    owner: str,
-    *,
-    recipes: Sequence[str] | str | None = None,
-    baseline: str | None = None,
-    rounds: int = 3,
-    settle_steps: int = 3,
-    timed_steps: int = 8,
-    traced_steps: int = 2,
-    gemm_benchmark: bool = True,
-    output_dir: str | None = None,
-    seed: int = 0,
-    nvtx: bool | None = None,
-    nvtx_steps: int = 2,
-    guard_steps: int = 4,
-    progress: bool = True,
-    keep_rank_recordings: bool = False,
-    recipe_arguments: Mapping[str, Mapping[str, Any]] | None = None,
-    max_rounds: int | None = None,
-    step_precision: float = 0.02,
-    block_seconds: float | None = 20.0,
-    max_seconds: float | None = None,
-    **others: Any,
-) -> Options:
-    """The options, each as `LowPrecisionProfiler` describes it; `others`: the callback's own arguments, only looked at.
+def options_of(owner: str, **given: Any) -> Options:
+    """The options, each as `LowPrecisionProfiler` describes it; what is not given is as by default.
 
     Raises:
         ProfilerError: an argument is out of range, or a recipe is unknown. The message begins with `owner`.
         TypeError: there is no such argument.
     """
-    for name in others.keys() - CALLBACKS_OWN:
+    for name in given.keys() - _SIZES - _OTHERS - CALLBACKS_OWN:
         raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+    sizes: dict[str, Any] = {"nvtx_steps": NVTX_STEPS}
+    sizes.update((name, value) for name, value in given.items() if name in _SIZES)
+    if sizes.get("max_rounds") is None:
+        rounds = sizes.get("rounds", Settings.rounds)
+        sizes["max_rounds"] = 4 * rounds if isinstance(rounds, int) and rounds > 1 else 0
+    others = {name: value for name, value in given.items() if name not in _SIZES}
     try:
-        most = max_rounds if max_rounds is not None else 4 * rounds if isinstance(rounds, int) and rounds > 1 else 0
-        settings = Settings(
-            rounds,
-            settle_steps,
-            timed_steps,
-            traced_steps,
-            seed,
-            nvtx_steps,
-            max_rounds=most,
-            step_precision=step_precision,
-            guard_steps=guard_steps,
-            block_seconds=block_seconds,
-        )
-        arguments.check(
-            {
-                "recipes": recipes,
-                "baseline": baseline,
-                "gemm_benchmark": gemm_benchmark,
-                "progress": progress,
-                "keep_rank_recordings": keep_rank_recordings,
-                "nvtx": nvtx,
-                "output_dir": output_dir,
-                "max_seconds": max_seconds,
-                "recipe_arguments": recipe_arguments,
-                **others,
-            }
-        )
-        if others.get("fail_on_fallback") and not traced_steps:
+        settings = Settings(**sizes)
+        arguments.check(others)
+        if others.get("fail_on_fallback") and not settings.traced_steps:
             raise ValueError("fail_on_fallback needs traced_steps: without them nothing tells what ran")
     except (RecipeError, ValueError) as error:
         raise ProfilerError(f"{owner}: {error}") from error
-    return Options(
-        recipes=recipes,
-        baseline=baseline,
-        settings=settings,
-        gemm_benchmark=gemm_benchmark,
-        output_dir=None if output_dir is None else str(output_dir),
-        nvtx=nvtx,
-        progress=progress,
-        keep_rank_recordings=keep_rank_recordings,
-        recipe_arguments=dict(recipe_arguments or {}),
-        max_seconds=max_seconds,
-    )
+    chosen = {name: value for name, value in others.items() if name in _OTHERS}
+    if chosen.get("output_dir") is not None:
+        chosen["output_dir"] = str(chosen["output_dir"])
+    chosen["recipe_arguments"] = dict(chosen.get("recipe_arguments") or {})
+    return Options(settings=settings, **chosen)

@@ -27,17 +27,20 @@ from lowprec_callback.engines.choose import choose_engine
 from lowprec_callback.engines.te_nvtx import TeRanges
 from lowprec_callback.engines.transformer_engine import load
 from lowprec_callback.failures import in_words
+from lowprec_callback.files import why
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
 from lowprec_callback.publish import publish
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
-from lowprec_callback.run_folder import new_run_folder
+from lowprec_callback.run_folder import new_run_folder, run_folder
+from lowprec_callback.sweep.arguments import named
+from lowprec_callback.sweep.kept_objects import NotPutBack
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.progress import make_progress
 from lowprec_callback.sweep.progress import say as say_aloud
-from lowprec_callback.sweep.python_state import NotPutBack, PythonState
+from lowprec_callback.sweep.python_state import PythonState
 from lowprec_callback.sweep.rank_session import Found, agree, gather_summaries
 from lowprec_callback.sweep.ranks import Alone, RankError, Ranks
 from lowprec_callback.sweep.script import StepFailed, Sweep
@@ -77,6 +80,8 @@ class Options:
     keep_rank_recordings: bool = False
     recipe_arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_seconds: float | None = None
+    continue_with: str | None = None
+    """In a fit. It is not profiled for that, but its card may be given arguments."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class Session:
     sweep: Sweep
     engine: Engine
     recorder: Recorder
-    folder: Path
+    """It knows where the files of the run go, or would go, and tries until the end."""
+    folder: Path | None
+    """Where the measurements are; None: in memory alone, as no disk takes them."""
     say: Callable[[str], None]
     speaks: bool
     processes: Ranks = field(default_factory=Alone)
@@ -169,11 +176,11 @@ class Session:
             if not agreed.nvtx:
                 settings = replace(settings, nvtx_steps=0)
             snapshot, _ = processes.together(lambda: _take_snapshot(training))
-            folder, folder_problem = _run_folder(options.output_dir or training.folder, training.name, processes)
+            place = _place_of_run(options.output_dir or training.folder, training.name, processes)
         except (RecipeError, RankError) as error:
             raise ProfilerError(str(error)) from error
 
-        file = folder / (f"rank-{processes.rank}.jsonl" if processes.rank else recording.FILE_NAME)
+        file = place.folder / (f"rank-{processes.rank}.jsonl" if processes.rank else recording.FILE_NAME)
         recorder = Recorder(file, lowprec_callback.__version__, on_disk=not processes.rank)
         device_type: Literal["cuda", "cpu"] = "cuda" if training.device.type == "cuda" else "cpu"
         recorder.add(environment(device_type, load().version))
@@ -200,13 +207,14 @@ class Session:
             say=say,
         )
         recorder.add(_plan_fact(sweep, training))
-        if folder_problem:
-            recorder.add(Problem("output_dir", folder_problem))
+        if place.problem:
+            recorder.add(Problem("output_dir", place.problem))
         for name in snapshot.unkept:
             recorder.add(Problem("restore", _not_kept(name)))
         if te_ranges is not None and te_ranges.problem:
             recorder.add(Problem("nvtx", te_ranges.problem))
             say(f"lowprec: {te_ranges.problem}")
+        folder = place.folder if place.made else None
         session = Session(sweep, engine, recorder, folder, say, training.speaks, processes, te_ranges=te_ranges)
         session.keep = options.keep_rank_recordings
         session._announce()
@@ -260,9 +268,10 @@ class Session:
         finally:
             self.close(status, reason)
         if self.sweep.not_put_back:
+            where = "could not be written" if self.folder is None else f"are in {self.folder}"
             raise NotPutBackError(
                 f"after the profile {self.sweep.not_put_back}. Training from here would not be yours, so it ends; the "
-                f"measurements are in {self.folder}"
+                f"measurements {where}"
             )
 
     def close(self, status: Status = "failed", reason: str | None = "it never began") -> None:
@@ -276,11 +285,11 @@ class Session:
             if self.processes.rank and (self.keep or status not in ("finished", "shortened")):
                 self.recorder.write()
             self.recorder.close()
-            if self.processes.rank:
-                self.recorder.forget()
             if self.recorder.lost:
                 self.say(f"lowprec: {self.recorder.lost}")
-                self.folder = self.recorder.path.parent  # it may have moved, and the report goes with it
+                self.folder = self.recorder.path.parent if self.recorder.kept() else None  # it may have moved
+            if self.processes.rank:
+                self.recorder.forget()
             if self.sweep.clocks is not None:
                 self.sweep.clocks.close()
 
@@ -299,16 +308,22 @@ class Session:
             FallbackError: see there.
         """
         message = fallbacks(self.report) if self.report is not None else None
+        if message:
+            where = "has no folder: none could be written" if self.folder is None else f"is in {self.folder}"
+            message = f"{message} The report {where}."
         if message := self.processes.from_zero(message):
-            raise FallbackError(f"{message} The report is in {self.folder}.")
+            raise FallbackError(message)
         if self.report is not None and not any(
             part.verdict is not None and part.verdict.coverage.known for part in self.report.recipes
         ):
             self.say("lowprec: fail_on_fallback could check nothing: no traced step was recorded")
 
     def _show(self) -> None:
-        """Analyse, print the page and write the files. Nothing that fails in it hurts the training run."""
-        self.report = publish(self.recorder, self.folder, say=self.say)
+        """Analyse, print the page and write the files beside the Recording, wherever that is by now.
+
+        Nothing that fails in it hurts the training run.
+        """
+        self.report = publish(self.recorder, self.recorder.path.parent, say=self.say)
 
 
 @dataclass(frozen=True)
@@ -366,8 +381,9 @@ def _cards(options: Options, engine: Engine) -> tuple[RecipeCard, list[RecipeCar
     """(baseline, all recipes with the baseline first), with the user's arguments in place."""
     asked = resolve(options.recipes, engine.name)
     baseline = resolve([options.baseline or engine.default_baseline], engine.name)[0]
-    # A card that is named here wins over the built-in one of its name.
-    known = {**load_cards(), **{card.name: card for card in (baseline, *asked)}}
+    # A card that is named here wins over the built-in one of its name, and one that runs over one that does not.
+    further = [] if options.continue_with is None else named([options.continue_with])
+    known = {**load_cards(), **{card.name: card for card in (*further, baseline, *asked)}}
     for name, arguments in options.recipe_arguments.items():
         if name not in known:
             raise RecipeError(f"recipe_arguments names {name!r}; known recipes: {', '.join(known)}")
@@ -492,33 +508,46 @@ def uninterrupted() -> Iterator[None]:
             before(*came[0])
 
 
-def _run_folder(output_dir: str, name: str, processes: Ranks) -> tuple[Path, str | None]:
-    """(the folder of this run, a problem). Rank zero makes it, all know it.
+@dataclass(frozen=True)
+class _Place:
+    """Where the files of a run go."""
 
-    A folder that cannot be written gives way to a temporary one.
-    """
+    folder: Path
+    made: bool = True
+    """Whether it is there. Else it is the folder that was asked for."""
+    problem: str | None = None
+    """Why it is not there, or not where the user wanted it."""
+
+
+def _place_of_run(output_dir: str, name: str, processes: Ranks) -> _Place:
+    """Rank zero makes the folder of this run, all know it."""
     _, answers = processes.together(
-        lambda: _make_folder(output_dir, name) if not processes.rank else None,
-        lambda made: None if made is None else (str(made[0]), made[1]),
+        lambda: _make_place(output_dir, name) if not processes.rank else None,
+        lambda place: None if place is None else (str(place.folder), place.made, place.problem),
     )
-    folder, problem = answers[0]
-    return Path(folder), problem
+    folder, made, problem = answers[0]
+    return _Place(Path(folder), made, problem)
 
 
-def _make_folder(output_dir: str, name: str) -> tuple[Path, str | None]:
-    parent = Path(output_dir)
+def _make_place(output_dir: str, name: str) -> _Place:
+    """A folder that cannot be written gives way to a temporary one.
+
+    Raises:
+        ProfilerError: all names are taken.
+    """
+    parent, clean = Path(output_dir), "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     try:
-        folder = new_run_folder(parent, "".join(c if c.isalnum() or c in "-_." else "-" for c in name))
+        folder = new_run_folder(parent, clean)
     except OSError as error:
+        refused = f"{output_dir} cannot be written ({why(error)})"
         try:
             other = Path(tempfile.mkdtemp(prefix="lowprec-"))
-        except OSError:  # the Recorder keeps the facts, and says that they are nowhere else
-            return Path(
-                "/dev/null/lowprec"
-            ), f"{output_dir} cannot be written ({error.strerror}), nor a temporary folder"
-        return other, f"{output_dir} cannot be written ({error.strerror}); this run is in {other} instead"
+        except OSError:
+            nowhere = f"{refused}, nor can a temporary folder: what is measured is kept in memory"
+            return _Place(run_folder(parent, clean), made=False, problem=nowhere)
+        return _Place(other, problem=f"{refused}; this run is in {other} instead")
     if folder is not None:
-        return folder, None
+        return _Place(folder)
     raise ProfilerError(f"{parent}: a hundred runs of {name!r} in one second; give another output_dir")
 
 

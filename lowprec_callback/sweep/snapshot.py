@@ -21,18 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowprec_callback.sweep.python_state import (
-    SNAPSHOTS,
-    KeptMapping,
-    KeptTensor,
-    NotPutBack,
-    PythonState,
-    attempt,
-    has_flat_parameters,
-    is_lazy,
-    local_part,
-    modules_of,
-)
+from lowprec_callback.sweep.kept_objects import KeptMapping, NotPutBack, attempt
+from lowprec_callback.sweep.kept_tensor import KeptTensor, is_lazy, local_part
+from lowprec_callback.sweep.python_state import SNAPSHOTS, PythonState, has_flat_parameters, modules_of
 
 CHUNK = 1000
 """Values that are handed on as one list: one that is too long would not be descended into."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 
@@ -140,6 +142,18 @@ def test_every_argument_is_looked_at() -> None:
     assert set(RULES) | set(Settings.__dataclass_fields__) >= signature - {"max_rounds"}
 
 
+@pytest.mark.parametrize("role", ["recipes", "baseline", "continue_with"])
+def test_a_card_of_ones_own_may_be_given_arguments_wherever_it_is_named(role: str, tmp_path: Path) -> None:
+    card = tmp_path / "mine.toml"
+    card.write_text('name = "mine"\nbased_on = "bf16"\n', encoding="utf-8")
+    named: dict[str, Any] = {role: str(card), "recipe_arguments": {"mine": {}}}
+    callback = short(tmp_path / "runs", rounds=1, traced_steps=0, progress=False, **named)
+    trainer(tmp_path, callback, steps=2).fit(Tiny(), loader(2))
+    assert callback.why_not is None
+    assert callback.report is not None
+    assert ("mine" in {part.name for part in callback.report.recipes}) is (role != "continue_with")
+
+
 def test_a_path_is_a_path(tmp_path: Path) -> None:
     assert LowPrecisionProfiler(output_dir=tmp_path)._options.output_dir == str(tmp_path)  # type: ignore[arg-type]
 
@@ -164,3 +178,27 @@ def test_lines_of_ours_stand_by_themselves_beside_lightnings_bars(
     assert run.global_step == 30
     if bar is TQDMProgressBar:
         assert re.search(r"30/\d+|30it", said.err + said.out)
+
+
+@pytest.mark.filterwarnings("ignore:.*ipywidgets")
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_the_clock_of_lightnings_bar_does_not_count_the_sweep(
+    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback before ours and one behind it read the bar's clock and their own, in the batch of the sweep."""
+
+    class Reads(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            shown = bar.train_progress_bar
+            elapsed = shown.format_dict["elapsed"] if kind is TQDMProgressBar else shown.elapsed
+            read.append((elapsed, time.monotonic()))
+
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", lambda _self: time.sleep(0.5))
+    read: list[tuple[float, float]] = []
+    bar, callback = kind(), short(tmp_path, rounds=1, traced_steps=0, progress=False)
+    run = trainer(tmp_path, bar, Reads(), callback, Reads(), steps=1, enable_progress_bar=True)
+    run.fit(Tiny(), loader(1))
+    assert callback.why_not is None
+    (before, began), (after, ended) = read
+    assert ended - began > 0.5
+    assert after - before < 0.1

@@ -211,6 +211,7 @@ OURS = (
     "sweep.script.Sweep.region",
     "sweep.time_budget.Pace.start",
     "sweep.python_state.PythonState.take",
+    "trainer.bar_clock._forget",
     "trainer.facts.training_of",
     "trainer.facts.folder_of",
     "trainer.batches.Passes.begin",

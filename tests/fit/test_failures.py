@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import nn
 from lowprec_callback.measure import gemms
 from lowprec_callback.recording import End, GemmTime, Problem, Refusal, Restored, StepTime, Trace
 from lowprec_callback.sweep.script import Sweep
-from lowprec_callback.sweep.session import NotPutBackError
+from lowprec_callback.sweep.session import NotPutBackError, Session
 from lowprec_callback.sweep.snapshot import Snapshot
 from tests.fit.models import WIDTH, Tiny, in_a_process_of_its_own, loader, short, trainer
 from tests.fit.same import differences, quick, record
 from tests.fit.test_no_trace import automatic
 from tests.fit.test_sweep_in_fit import hooks_of, recording_of
+
+SHOW = Session._show
 
 
 @pytest.fixture(autouse=True)
@@ -239,18 +242,63 @@ def test_a_disk_that_fills_up_takes_nothing_from_the_training(tmp_path: Path) ->
     assert not facts.of(End)
 
 
-def test_no_folder_at_all_takes_nothing_from_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that cannot be made; nor can a temporary one."""
+
     def full(*_: object, **__: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkdtemp", full)
     (tmp_path / "file").touch()
-    module, callback = Tiny(), short(tmp_path / "file" / "runs", traced_steps=0)
-    trainer(tmp_path, callback, steps=30).fit(module, loader(30))
+    return tmp_path / "file" / "runs"
+
+
+def test_no_folder_at_all_takes_nothing_from_the_training(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lowprec_callback.sweep.session.Session._show", SHOW)
+    monkeypatch.setattr("lowprec_callback.show.plots.save_all", lambda *_: [])
+    module, callback = Tiny(), short(nowhere, traced_steps=0, progress=False)
+    trainer(nowhere.parents[1], callback, steps=30).fit(module, loader(30))
     assert module.steps == 30
     assert callback.session is not None
-    assert "nothing of it is on disk" in str(callback.session.recorder.lost)
+    assert callback.session.folder is None
     assert callback.session.recorder.snapshot().of(End) == [End("finished")]
+    told = callback.session.recorder.snapshot().of(Problem)
+    (problem,) = [problem for problem in told if problem.where == "output_dir"]
+    assert problem.message.startswith(f"{nowhere} cannot be written (")
+    assert problem.message.endswith("), nor can a temporary folder: what is measured is kept in memory")
+    # Every sentence names the folder that was asked for, and says that nothing is there. The page needs no disk.
+    said = capsys.readouterr()
+    assert re.search(rf"{nowhere}.*/recording\.jsonl: the disk refused \(.*\): nothing of it is on disk", said.err)
+    assert re.search(rf"report\.json, report\.html could not be written in {nowhere}", said.err)
+    assert "written in" not in said.err.replace("could not be written in", "")
+    assert said.out.count("lowprec_callback  ") == 1
+    assert "dev/null" not in said.out + said.err + str(callback.session.recorder.path)
+    assert [path.name for path in nowhere.parents[1].iterdir()] == ["file"]
+
+
+def test_what_found_no_folder_is_written_where_it_was_asked_for_if_there_is_room_at_the_end(nowhere: Path) -> None:
+    def room(_module: Tiny, steps: int) -> None:
+        if nowhere.parent.is_file():
+            nowhere.parent.unlink()
+
+    callback = short(nowhere, traced_steps=0, progress=False)
+    trainer(nowhere.parents[1], callback, steps=1).fit(Tiny(on_step=room), loader(30))
+    assert recording_of(nowhere).of(End) == [End("finished")]
+    assert callback.session is not None
+    assert callback.session.folder is not None
+    assert callback.session.folder.parent == nowhere
+
+
+def test_what_could_be_neither_put_back_nor_written_is_told_so(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(_snapshot: Snapshot) -> tuple[str, ...]:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Snapshot, "restore", dead)
+    with pytest.raises(NotPutBackError, match=r"so it ends; the measurements could not be written$"):
+        trainer(nowhere.parents[1], short(nowhere, progress=False)).fit(Tiny(), loader(60))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -11,9 +11,15 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lowprec_callback.trainer.loggers import metrics
-from tests.fit.models import Tiny, loader, profiler, trainer
+from tests.fit.models import Tiny, loader, short, trainer
 
 STEPS = 30
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is made, printed and logged. Its plots and its HTML page took longest, and nobody looks at them."""
+    monkeypatch.setattr("lowprec_callback.publish.write_files", lambda *_: True)
 
 
 class Minimal(Logger):
@@ -51,7 +57,7 @@ def ours(calls: list[tuple[dict[str, float], int | None]]) -> list[tuple[dict[st
 def test_a_csv_and_a_logger_that_can_do_little(tmp_path: Path) -> None:
     minimal = Minimal()
     logger = CSVLogger(str(tmp_path / "logs"))
-    callback = profiler(tmp_path / "runs", log=True)
+    callback = short(tmp_path / "runs", log=True)
     fit = trainer(tmp_path, callback, steps=STEPS, logger=[logger, minimal], log_every_n_steps=1)
     fit.fit(Logs(), loader(STEPS))
     assert callback.report is not None
@@ -74,7 +80,7 @@ def test_a_csv_and_a_logger_that_can_do_little(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = TensorBoardLogger(str(tmp_path / "logs"))
-    callback = profiler(tmp_path / "runs", log=True)
+    callback = short(tmp_path / "runs", log=True)
     trainer(tmp_path, callback, steps=STEPS, logger=logger, log_every_n_steps=1).fit(Logs(), loader(STEPS))
     assert callback.report is not None
     events = accumulator.EventAccumulator(logger.log_dir)
@@ -88,7 +94,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_a_logger_that_raises_does_not_harm_the_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, good = Minimal(ConnectionError("no route to the server")), Minimal()
-    callback = profiler(tmp_path, log=True)
+    callback = short(tmp_path, log=True, traced_steps=0)
     fit = trainer(tmp_path, callback, steps=STEPS, logger=[bad, good], log_every_n_steps=1)
     fit.fit(Tiny(), loader(STEPS))
     assert fit.global_step == STEPS
@@ -98,6 +104,8 @@ def test_a_logger_that_raises_does_not_harm_the_fit(tmp_path: Path, capsys: pyte
 
 
 def test_without_being_asked_nothing_is_logged(tmp_path: Path) -> None:
-    off = Minimal()
-    trainer(tmp_path, profiler(tmp_path), steps=5, logger=off, log_every_n_steps=1).fit(Tiny(), loader(STEPS))
+    off, callback = Minimal(), short(tmp_path, traced_steps=0)
+    trainer(tmp_path, callback, steps=5, logger=off, log_every_n_steps=1).fit(Logs(), loader(STEPS))
+    assert callback.report is not None
+    assert off.calls
     assert not ours(off.calls)

@@ -227,15 +227,18 @@ def test_what_travels_is_what_is_found() -> None:
 
 
 @pytest.mark.parametrize("message", ["planted", None])
+@pytest.mark.parametrize(
+    ("folder", "where"), [(Path("runs/it"), "is in runs/it."), (None, "has no folder: none could be written.")]
+)
 def test_all_ranks_stop_for_a_fallback_in_rank_zeros_report_or_none(
-    monkeypatch: pytest.MonkeyPatch, message: str | None
+    monkeypatch: pytest.MonkeyPatch, message: str | None, folder: Path | None, where: str
 ) -> None:
-    """Else the others would train on and wait for one that is gone."""
+    """Else the others would train on and wait for one that is gone. Where the report is, zero knows."""
     monkeypatch.setattr(session, "fallbacks", lambda _report: message)
 
     def check(ranks: Ranks) -> None:
         made = object.__new__(session.Session)
-        made.processes, made.folder, made.say = ranks, Path("runs/it"), lambda _text: None
+        made.processes, made.folder, made.say = ranks, None if ranks.rank else folder, lambda _text: None
         made.report = None if ranks.rank else cpu()
         made.raise_on_fallback()
 
@@ -244,7 +247,7 @@ def test_all_ranks_stop_for_a_fallback_in_rank_zeros_report_or_none(
         assert found == [None] * 3
     else:
         assert all(isinstance(error, session.FallbackError) for error in found)
-        assert {str(error) for error in found} == {"planted The report is in runs/it."}
+        assert {str(error) for error in found} == {f"planted The report {where}"}
 
 
 def test_training_goes_on_in_a_recipe_only_if_every_rank_can() -> None:
