@@ -305,6 +305,9 @@ def _gemm_kernels(capture: Capture, projection: Projection, steps: Steps, recipe
     names, labels = _Labels(), _Labels("")
     place, phase = keys // len(projection.phases) % len(places), keys % len(projection.phases)
     library = np.array([found.te_gemm or found.role != "" for found in places], dtype=bool)
+    linear = np.array([_is_linear(capture.work_names[work.name[row]], projection, row) for row in rows], dtype=bool)
+    per_step = np.bincount(steps.of_work[rows[linear]], minlength=len(steps))[np.flatnonzero(of_recipe)]
+    calls, silent = _marked_calls(capture, projection, steps, of_recipe, rows)
     return GemmKernels(
         recipe=recipe,
         steps=int(of_recipe.sum()),
@@ -318,12 +321,58 @@ def _gemm_kernels(capture: Capture, projection: Projection, steps: Steps, recipe
         total_us=tuple(time.tolist()),
         names=names.texts(),
         labels=labels.texts(),
+        calls=calls,
+        silent_calls=silent,
+        fewest=int(per_step.min()) if len(per_step) else None,
+        most=int(per_step.max()) if len(per_step) else None,
     )
 
 
 def _is_product(name: str) -> bool:
     kernel = classify(name)
-    return kernel.bucket == "gemm" and not kernel.gemm_helper
+    return kernel.bucket == "gemm" and not kernel.gemm_helper and not kernel.convolution
+
+
+def _is_linear(name: str, projection: Projection, row: int) -> bool:
+    place, phase = projection.places[projection.place[row]], projection.phases[projection.phase[row]]
+    return bucket_in_context(name, op=place.op, module=place.module, role=place.role, phase=phase) == "gemm"
+
+
+def _marked_calls(
+    capture: Capture, projection: Projection, steps: Steps, of_recipe: Flags, products: Ints
+) -> tuple[int | None, int]:
+    """(GEMM calls that ranges mark in the recipe's steps, those of them without a product kernel).
+
+    Our own ranges around a call go before those of TE's library, and these before those of TE's Python code: the
+    coarser ones may hold several calls.
+    """
+    ranges, work = capture.ranges, capture.work
+    meanings = projection.meanings
+    levels = (
+        [found.ours and found.role != "" for found in meanings],
+        [found.te_gemm for found in meanings],
+        [found.role != "" for found in meanings],
+    )
+    begin, end = steps.begin[of_recipe], steps.begin[of_recipe] + steps.host[of_recipe]
+    for level in levels:
+        if not any(level):
+            continue
+        rows = np.flatnonzero(np.array(level, dtype=bool)[ranges.name])
+        order = np.argsort(begin, kind="stable")
+        at = np.searchsorted(begin[order], ranges.start[rows], side="right") - 1
+        inside = (at >= 0) & (ranges.start[rows] < end[order][np.maximum(at, 0)])
+        rows = rows[inside]
+        if not len(rows):
+            continue
+        silent = 0
+        for thread in np.unique(ranges.thread[rows]):
+            mine = rows[ranges.thread[rows] == thread]
+            launched = np.sort(work.launch[products[work.thread[products] == thread]])
+            first = np.searchsorted(launched, ranges.start[mine], side="left")
+            last = np.searchsorted(launched, ranges.end[mine], side="right")
+            silent += int((last <= first).sum())
+        return len(rows), silent
+    return None, 0
 
 
 def _one_sided(table: GemmKernels) -> list[str]:

@@ -52,7 +52,7 @@ from lowprec_callback.facts.run import (
     Sampled,
 )
 from lowprec_callback.facts.steps import Clocks, ForwardTime, HostTime, Loss, RankRecipe, RankSummary, StepTime, Trial
-from lowprec_callback.facts.traces import GemmKernels, HostPhases, HostWaits, Trace
+from lowprec_callback.facts.traces import GemmKernels, HostPhases, HostWaits, StepProducts, Trace
 from lowprec_callback.files import replacing, why
 
 __all__ = [
@@ -102,6 +102,7 @@ __all__ = [
     "Role",
     "Sampled",
     "Scales",
+    "StepProducts",
     "StepTime",
     "Stored",
     "Trace",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 import sqlite3
 import stat
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lowprec_callback import nsight
+from lowprec_callback.analyze.summary import analyze
 from lowprec_callback.capture import NONE, Capture, project
 from lowprec_callback.capture_error import CaptureError
 from lowprec_callback.capture_facts import facts_of
@@ -413,3 +416,29 @@ def test_a_report_without_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         exported(tmp_path / "x.nsys-rep"),
     ):
         pass
+
+
+def test_a_capture_that_has_lost_gemm_kernels_does_not_say_all(h200: Path, tmp_path: Path) -> None:
+    whole = facts(read_export(h200)).of(GemmKernels)[0]
+    assert (whole.calls, whole.silent_calls, whole.fewest, whole.most) == (36, 0, 12, 12)
+    said = analyze(facts(read_export(h200))).recipes[0].verdict
+    assert said is not None
+    assert said.summary.startswith("By kernel names alone, all 12 linear-layer GEMM kernels a step ran in FP8")
+
+    path = tmp_path / "lost.sqlite"
+    shutil.copy(h200, path)
+    with closing(sqlite3.connect(path)) as export:
+        ids = "SELECT id FROM StringIds WHERE value LIKE 'nvjet%'"
+        rows = export.execute(
+            f"SELECT rowid FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE demangledName IN ({ids}) ORDER BY start"
+        ).fetchall()
+        export.executemany("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid = ?", rows[::2])
+        export.commit()
+    lost = facts(read_export(path))
+    (counted,) = lost.of(GemmKernels)
+    assert counted.calls == 36
+    assert counted.silent_calls > 10
+    found = analyze(lost).recipes[0].verdict
+    assert found is not None
+    assert " all " not in found.summary.split(".")[0]
+    assert "unknown module: unknown, unproven" in found.summary

@@ -5,15 +5,20 @@ Without shapes there are no FLOPs, so there is no coverage: a row says how many 
 asks for. Where a capture marks the GEMM calls of linear layers, by ranges of Transformer Engine (TE) or of our own, a
 GEMM kernel that was launched elsewhere is `outside`; in a capture without any marks, a wider kernel than asked for is
 `unproven`, because it may be a layer that no recipe reaches. Attention's products are not counted.
+
+Kernels must balance with calls here too: a marked call that the capture holds no kernel of is `unproven`, and so is
+what a step lacks of the kernels that another step of the same recipe has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from lowprec_callback.analyze.balance import Kind, fits
 from lowprec_callback.analyze.kernels import bucket_in_context, classify
-from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, shown
+from lowprec_callback.analyze.precision import UNKNOWN, Operands, shown
+from lowprec_callback.analyze.verdict import other_kind
 from lowprec_callback.recording import Card, GemmKernels, Imported, Role
 from lowprec_callback.report import Figure, KernelRow, Verdict, VerdictWord
 
@@ -29,19 +34,9 @@ class _Group:
     where: str
     """A role, or the direction where the role is not known; empty where neither is."""
     library: bool
-    precision: str
-    operands: tuple[str, str] | None
+    kind: Kind
     count: int = 0
     us: float = 0.0
-    names: set[str] = field(default_factory=set)
-
-    @property
-    def ran(self) -> str:
-        """`e4m3 x e5m2`, or the precision where the name gives no formats."""
-        if self.operands is None or self.precision == UNKNOWN:
-            return self.precision
-        formats = " x ".join(sorted(self.operands))
-        return formats if self.precision in ("fp8", *set(self.operands)) else f"{formats}, {self.precision}"
 
 
 def kernel_verdict(
@@ -52,6 +47,7 @@ def kernel_verdict(
     steps = sum(fact.steps for _, fact in facts)
     marked = any(group.library for group in groups)
     rows = [_row(group, card, steps, marked, override) for group in groups]
+    rows += _unseen([fact for _, fact in facts], card, steps)
     missing = Figure.missing(SHARE, NO_SHAPES)
     inferred = imported is not None and imported.recipe_from == "kernels"
     return Verdict(
@@ -86,15 +82,30 @@ def _groups(facts: Sequence[tuple[int, GemmKernels]]) -> list[_Group]:
             if bucket_in_context(name, op=op, module=module, role=role, phase=phase) != "gemm":
                 continue
             kernel = classify(name)
-            operands = None if kernel.operands is None else tuple(sorted(kernel.operands))
-            key = (module, role or phase, fact.library[i], kernel.precision, operands)
-            group = found.setdefault(
-                key, _Group(module, role or phase, fact.library[i], kernel.precision, kernel.operands)
-            )
+            kind = Kind.named(kernel.precision, kernel.operands)
+            key = (module, role or phase, fact.library[i], kind)
+            group = found.setdefault(key, _Group(module, role or phase, fact.library[i], kind))
             group.count += fact.count[i]
             group.us += fact.total_us[i]
-            group.names.add(name)
     return list(found.values())
+
+
+def _unseen(facts: Sequence[GemmKernels], card: Card, steps: int) -> list[KernelRow]:
+    """A row for the GEMM calls that the capture holds no kernel of, if there are any."""
+    silent = sum(fact.silent_calls for fact in facts)
+    why = "the capture marks these GEMM calls, and holds no kernel of theirs"
+    if not silent and all(fact.calls is None for fact in facts):
+        most = max((fact.most for fact in facts if fact.most is not None), default=0)
+        silent = sum(max(0, most * fact.steps - _linear_kernels(fact)) for fact in facts if fact.most is not None)
+        why = f"a step of this recipe has {most} GEMM kernels, and others have fewer: the capture has lost them"
+    if not silent:
+        return []
+    asked = " or ".join(dict.fromkeys(str(operands) for operands in _asked(card, "")))
+    return [KernelRow("", "", asked, UNKNOWN, "unproven", why, silent / max(steps, 1), 0.0)]
+
+
+def _linear_kernels(fact: GemmKernels) -> int:
+    return sum(group.count for group in _groups([(0, fact)]))
 
 
 def _row(group: _Group, card: Card, steps: int, marked: bool, override: str | None) -> KernelRow:
@@ -104,7 +115,7 @@ def _row(group: _Group, card: Card, steps: int, marked: bool, override: str | No
         module=group.module,
         where=group.where,
         asked=" or ".join(dict.fromkeys(str(operands) for operands in asked)),
-        ran=group.ran,
+        ran=str(group.kind),
         verdict=word,
         why=why,
         kernels=group.count / max(steps, 1),
@@ -127,24 +138,18 @@ def _asked(card: Card, where: str) -> list[Operands]:
 def _judge(group: _Group, asked: Sequence[Operands], marked: bool, override: str | None) -> tuple[VerdictWord, str]:
     if marked and not group.library:
         return "outside", "launched outside of the GEMM calls that Transformer Engine or our ranges mark"
-    if group.precision == UNKNOWN:
+    if not group.kind.known:
         return "unproven", "its kernels' names tell no precision"
-    fits = [operands for operands in asked if kernel_fits(operands, group.precision)]
-    formats = None if group.operands is None else sorted(group.operands)
-    if fits and (group.precision != "fp8" or any(sorted(operands.formats) == formats for operands in fits)):
-        note = "a kernel's name does not tell delayed from current scaling" if group.precision == "fp8" else ""
-        return "confirmed", note
-    if fits:
-        return "fallback", "ran FP8 in other formats than asked for"
-    if any(operands.precision == "fp8-block" for operands in asked) and group.precision == "mxfp8":
-        return "emulated", "block scaling ran as MXFP8"
-    if not marked and any(operands.quantized for operands in asked):
+    if any(fits(operands, group.kind) for operands in asked):
+        fp8 = group.kind.precision == "fp8"
+        return "confirmed", "a kernel's name does not tell delayed from current scaling" if fp8 else ""
+    narrow = any(operands.quantized for operands in asked)
+    alike = any(operands.precision == group.kind.precision for operands in asked)
+    emulated = group.kind.precision == "mxfp8" and any(operands.precision == "fp8-block" for operands in asked)
+    if not marked and narrow and not alike and not emulated:
         return "unproven", "whether a recipe reaches this layer, a capture without ranges does not tell"
-    bits = BITS.get(group.precision, 0)
-    wider = bits > max(BITS.get(operands.precision, 0) for operands in asked)
-    if wider and group.where in ("dgrad", "wgrad", "backward") and override:
-        return "by_request", f"{override} asks for a wide backward pass"
-    return "fallback", f"ran {'wider' if wider else 'in another precision'} than asked: {shown(group.precision)}"
+    role = "fprop" if group.where in ("fprop", "forward", "") else "wgrad"
+    return other_kind(role, asked[0], group.kind, baseline=False, override=override)
 
 
 def _summary(rows: Sequence[KernelRow], card: Card, marked: bool, inferred: str | None) -> str:

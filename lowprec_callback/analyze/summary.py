@@ -41,9 +41,11 @@ from lowprec_callback.analyze.status import (
     status_of,
     unfinished,
 )
+from lowprec_callback.analyze.timed import flaw as products_flaw
+from lowprec_callback.analyze.timed import spare_products, timed
 from lowprec_callback.analyze.traceview import TraceView, flaw, view
 from lowprec_callback.analyze.verdict import NO_LIBRARY, Audit, verdict
-from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
+from lowprec_callback.analyze.witnesses import SignatureBook
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards
 from lowprec_callback.recording import (
     AttentionBackend,
@@ -67,12 +69,14 @@ from lowprec_callback.recording import (
     ModuleTime,
     PeakHolding,
     Plan,
+    Problem,
     Product,
     RankSummary,
     Recording,
     Refusal,
     Sampled,
     Scales,
+    StepProducts,
     StepTime,
     Trace,
     Trial,
@@ -227,6 +231,8 @@ class _Facts:
         self._capability = environment.compute_capability if environment else None
         counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
         self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
+        stepped = [(line, fact, products_flaw(fact)) for line, fact in recording.lines(StepProducts)]
+        self.step_products = _by_recipe((line, fact) for line, fact, wrong in stepped if wrong is None)
         traces = [(line, trace, flaw(trace)) for line, trace in recording.lines(Trace)]
         self.traces = _by_recipe((line, trace) for line, trace, wrong in traces if wrong is None)
         self.flaws = tuple(
@@ -236,6 +242,11 @@ class _Facts:
         ) + tuple(
             f"the counted kernels of {fact.recipe} on line {line} cannot be used: {wrong}"
             for line, fact, wrong in counted
+            if wrong is not None
+        )
+        self.flaws += tuple(
+            f"the products of a step of {fact.recipe} on line {line} cannot be used: {wrong}"
+            for line, fact, wrong in stepped
             if wrong is not None
         )
         self.world = _world(environment)
@@ -557,17 +568,27 @@ def _verdict(
     if counted and not facts.gemms:
         told = kernel_rows.kernel_verdict(counted, card, facts.imported, override)
         return replace(told, slow_paths=slow_paths(part.views, facts.watched(name, card)))
+    products = [fact for _, fact in facts.products.get(name, [])]
+    evidence = timed(
+        [fact for _, fact in facts.step_products.get(name, [])],
+        part.views,
+        facts.book,
+        sum(gemm.calls for _, gemm in facts.gemms),
+        on_cpu=facts.on_cpu,
+        compiled=any(problem.where == "torch.compile" for problem in facts.recording.of(Problem)),
+    )
     found = verdict(
         facts.gemms,
         facts.dispatches.get(name, []),
-        {} if facts.on_cpu else kernel_witness(part.views, facts.book),
-        Audit(card, facts.te, override, kernels_speak=not facts.on_cpu),
+        evidence,
+        Audit(card, facts.te, override),
         facts.book.contradictions.get(name, ()),
         not_taken(name, [gemm for _, gemm in facts.gemms], facts.library)
         if facts.on_cpu
         else slow_paths(part.views, facts.watched(name, card)),
         beside(facts.products.get(name, []), [gemm for _, gemm in facts.gemms]),
         facts.library.get(name, NO_LIBRARY),
+        spare_products(products),
     )
     against = testimony.against if testimony and any(row.verdict == "confirmed" for row in found.rows) else ()
     return replace(found, disagreements=(*found.disagreements, *(f"memory: {text}" for text in against)))

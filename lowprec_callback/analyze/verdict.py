@@ -1,5 +1,9 @@
 """Asked against ran, for each module and role; unknown is `unproven`, never `confirmed`.
 
+"Ran" is a word about the timed steps, so no GEMM is `confirmed` without kernels of a step that ran as they did
+(`timed`), one for each of its calls (`balance`). Operands, the library's log and memory say why, which scaling it was,
+and when something does not fit; what they say of a step that ran uncompiled is no proof of a compiled one.
+
 Coverage is counted in FLOPs: a GEMM of M x K x N takes 2 M K N a call, and
 
     coverage = sum of 2 M K N calls over confirmed rows / the same over all linear-layer GEMMs of a step  [1].
@@ -12,13 +16,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lowprec_callback.analyze.balance import Balance, Demand, Kind, balance, fits
 from lowprec_callback.analyze.library import LibrarySight, LibraryWitness, converted, merged, remark
-from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits, same, scaled_alike, shown
+from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, same, scaled_alike, shown
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.stored_bytes import stored_witness
-from lowprec_callback.analyze.verdict_summary import summary
-from lowprec_callback.analyze.witnesses import KernelSight, OperandWitness, Outcome, Place, kernel_place
-from lowprec_callback.recording import Card, Dispatch, Gemm
+from lowprec_callback.analyze.timed import NOT_AS_TIMED, Timed
+from lowprec_callback.analyze.verdict_summary import OPERANDS_ALONE, Told, summary
+from lowprec_callback.analyze.witnesses import CUSTOM_ENTRY, OperandWitness, Outcome
+from lowprec_callback.recording import Card, Dispatch, Gemm, Role
 from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
 
 SHARE = "share"
@@ -43,8 +49,6 @@ class Audit:
     """Whether Transformer Engine ran the model."""
     backward_override: str | None
     """Who asked for a wide backward pass (`NVTE_BACKWARD_OVERRIDE=high_precision`), if anyone did."""
-    kernels_speak: bool
-    """Whether names of kernels can tell a precision (on a CPU the trace holds operators, which cannot)."""
 
 
 NO_LIBRARY = LibraryWitness({})
@@ -54,90 +58,183 @@ NO_LIBRARY = LibraryWitness({})
 def verdict(
     gemms: Sequence[tuple[int, Gemm]],
     dispatches: Sequence[tuple[int, Dispatch]],
-    kernels: Mapping[Place, KernelSight],
+    timed: Timed,
     audit: Audit,
     contradictions: Iterable[str] = (),
     slow_paths: tuple[str, ...] = (),
     beside: tuple[str, ...] = (),
     library: LibraryWitness = NO_LIBRARY,
+    spare: Mapping[str, int] | None = None,
 ) -> Verdict:
-    """One row for each captured GEMM (two or more where its calls differed), and the coverage."""
-    captured = [gemm for _, gemm in gemms]
-    witness = OperandWitness.of((fact for _, fact in dispatches), captured)
+    """One row for each GEMM of a step (two or more where its calls differed), and the coverage.
+
+    Args:
+        gemms: the captured shapes.
+        dispatches: operands that reached the library in a watched step.
+        timed: the product kernels of steps that ran as the timed ones.
+        audit: what was asked for.
+        contradictions: what the benchmark's kernels contradict.
+        slow_paths: told beside the verdict.
+        beside: products of no linear layer, in words.
+        library: the library's own log of the watched step.
+        spare: products of no linear layer: how many a step has in each precision.
+    """
+    listed = [gemm for _, gemm in gemms]
+    captured = [*listed, *(_uncaptured(listed, [fact for _, fact in dispatches], library) if listed else ())]
+    shapes = Counter((gemm.module, gemm.role) for gemm in captured)
+    witness = OperandWitness.of(fact for _, fact in dispatches)
     memory = stored_witness((fact for _, fact in dispatches), captured)
+    eager = not timed.compiled
 
     def outcomes_of(gemm: Gemm, only_shape: bool) -> Sequence[Outcome]:
         """What reached the library: seen at its entry, else by the library's log."""
         logged = library.sight(gemm, only_shape)
         return witness.outcomes(gemm, only_shape) or (logged.outcomes if logged else ())
 
-    shapes = Counter((gemm.module, gemm.role) for gemm in captured)
-    total = math.fsum(flops(gemm) for gemm in captured)
+    captured = [_as_often_as_seen(gemm, outcomes_of(gemm, shapes[gemm.module, gemm.role] > 1)) for gemm in captured]
     quantized_forward = {
         gemm.module
         for gemm in captured
         if gemm.role == "fprop" and any(o.operands.quantized for o in outcomes_of(gemm, False))
     }
-    # What reached the library where the kernels of several GEMMs bear one label.
-    sharers: dict[Place, list[Sequence[Outcome]]] = {}
-    for gemm in captured:
-        sharers.setdefault(kernel_place(gemm, kernels), []).append(outcomes_of(gemm, False))
+    demands = [_demand(gemm, audit, witness) for gemm in captured]
+    balanced = [balance(demands, step, spare) for step in timed.steps]
+    # The step that proves least: all timed steps must have run as asked.
+    by_kernels = [
+        min((each.rows[i] for each in balanced), key=_proven_share, default=None) for i in range(len(captured))
+    ]
+    captured = [
+        replace(gemm, calls=max(gemm.calls, found.calls if found else 0))
+        for gemm, found in zip(captured, by_kernels, strict=True)
+    ]
+    total = math.fsum(flops(gemm) for gemm in captured)
+    strays = max((each.strays for each in balanced), key=lambda found: found.total(), default=Counter())
     rows: list[VerdictRow] = []
     reachable: list[bool] = []
+    learned = False
     disagreements = list(contradictions)
-    for gemm in captured:
+    for index, gemm in enumerate(captured):
         place = (gemm.module, gemm.role)
-        entered = witness.outcomes(gemm, only_shape=shapes[place] > 1)
-        logged = library.sight(gemm, only_shape=shapes[place] > 1)
-        sight = kernels.get(kernel_place(gemm, kernels)) if audit.kernels_speak else None
-        neighbours = [outcome for found in sharers[kernel_place(gemm, kernels)] for outcome in found]
-        clashes = [_clash(gemm, Operands.asked(audit.card, gemm.role), neighbours, sight)]
-        stored = memory.get(place)
+        entered = witness.outcomes(gemm, only_shape=shapes[place] > 1) if eager else []
+        logged = library.sight(gemm, only_shape=shapes[place] > 1) if eager else None
+        seen_by_kernels = by_kernels[index]
+        clashes = [_clash(gemm, Operands.asked(audit.card, gemm.role), entered, seen_by_kernels)]
+        stored = memory.get(place) if eager else None
         if stored is not None and clashes[0] is None:
             clashes.append(stored.misfit)
         by_library = bool(entered) and not any(outcome.software for outcome in entered)
         if logged is not None and by_library and (odds := logged.against(entered)) is not None:
             clashes.append(f"{gemm.module} {gemm.role}: {odds}")
+        if not entered and logged is not None:
+            asked = Operands.asked(audit.card, gemm.role)
+            clashes.append(_clash(gemm, asked, logged.outcomes, seen_by_kernels))
         disagreements += [clash for clash in clashes if clash]
         seen = Seen(
             entered,
-            sight,
-            witness.steps,
+            seen_by_kernels,
             any(clashes),
             gemm.module in quantized_forward,
             witness.lost_in_recomputation(gemm.module),
             logged,
-            library.why_silent,
+            library.why_silent if eager else "",
+            timed.silence or _compiled(timed.compiled),
         )
         for finding in _findings(gemm, seen, audit):
             if stored and "operands" in finding.witnesses:
                 finding.witnesses["memory"] = stored.text
             rows.append(_row(gemm, finding, audit, total))
             reachable.append(gemm.quantizable)
-    strangers = sorted({place for place in (*witness.found, *library.found) if place not in shapes})
-    if strangers and captured:
+        learned = learned or bool(seen_by_kernels and seen_by_kernels.learned)
+    known = {(gemm.module, gemm.role) for gemm in listed}
+    strangers = sorted({place for place in (*witness.found, *library.found) if place not in known})
+    if strangers and listed:
         names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in strangers[:3])
         more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         disagreements.append(f"GEMMs reached the library that the capture did not see: {names}{more}")
+    over = _in_words(strays)
+    if over:
+        disagreements.append(f"the timed step ran {over} that belong to no linear layer that was captured")
 
     facts = (
         *lines_of("gemm", (n for n, _ in gemms)),
         *lines_of("dispatch", (n for n, _ in dispatches)),
         *lines_of("library_call", library.lines),
     )
-    asked = Operands.asked(audit.card, "fprop")
+    asked_for = Operands.asked(audit.card, "fprop")
     coverage, te_coverage = _coverage(
-        rows, reachable, bool(dispatches or kernels or library.found), facts, audit.card.recipe
+        rows, reachable, bool(dispatches or timed.steps or library.found), facts, audit.card.recipe, over
     )
     return Verdict(
         coverage=coverage,
         te_coverage=te_coverage,
         rows=tuple(rows),
-        summary=summary(rows, reachable, coverage, shown(asked.precision), audit.te),
+        summary=summary(rows, reachable, coverage, shown(asked_for.precision), Told(audit.te, learned, over)),
         disagreements=tuple(dict.fromkeys(disagreements)),
         slow_paths=slow_paths,
         beside=beside,
     )
+
+
+def _demand(gemm: Gemm, audit: Audit, witness: OperandWitness) -> Demand:
+    parent, _, last = gemm.module.rpartition(".")
+    found = witness.found.get((gemm.module, gemm.role), ())
+    return Demand(
+        module=gemm.module,
+        role=gemm.role,
+        calls=gemm.calls,
+        asked=Operands.asked(audit.card, gemm.role),
+        reachable=gemm.quantizable or audit.card.baseline,
+        # LayerNormMLP is one module that runs two linears; a capture's ranges may know the one only.
+        parent=parent if last in ("fc1", "fc2") else "",
+        recomputed=sum(dispatch.calls for dispatch in found if dispatch.recomputed),
+        groups=gemm.groups,
+        software=any(dispatch.entry == CUSTOM_ENTRY for dispatch in found),
+    )
+
+
+def _uncaptured(captured: Sequence[Gemm], dispatches: Sequence[Dispatch], library: LibraryWitness) -> list[Gemm]:
+    """GEMMs that reached the library at places that the capture did not see: they are part of the step too."""
+    known = {(gemm.module, gemm.role) for gemm in captured}
+    found: dict[tuple[str, Role, int, int, int], Gemm] = {}
+    for dispatch in dispatches:
+        place = (dispatch.module, dispatch.role)
+        if place not in known:
+            key = (*place, dispatch.m, dispatch.k, dispatch.n)
+            reached = not dispatch.entry.startswith("aten::")
+            new = Gemm(*key, calls=0, family=dispatch.family, quantizable=reached)
+            found[key] = replace(found.get(key, new), calls=found.get(key, new).calls + dispatch.calls)
+    known |= {(gemm.module, gemm.role) for gemm in found.values()}
+    for calls in library.found.values():
+        for call in calls:
+            if (call.module, call.role) not in known:
+                key = (call.module, call.role, call.m, call.k, call.n)
+                new = Gemm(*key, calls=0, family="unknown", quantizable=True)
+                found[key] = replace(found.get(key, new), calls=found.get(key, new).calls + call.calls)
+    return list(found.values())
+
+
+def _as_often_as_seen(gemm: Gemm, outcomes: Sequence[Outcome]) -> Gemm:
+    """A GEMM that reached the library more often than the capture saw is called that often."""
+    return replace(gemm, calls=max(gemm.calls, round(math.fsum(outcome.calls for outcome in outcomes))))
+
+
+def _proven_share(found: Balance) -> float:
+    return found.proven / found.calls if found.calls else 0.0
+
+
+def _compiled(modules: Sequence[str]) -> str:
+    if not modules:
+        return ""
+    more = f" and {len(modules) - 2} more" if len(modules) > 2 else ""
+    return f"{' and '.join(modules[:2])}{more} ran compiled, where what operands were in an uncompiled step is no proof"
+
+
+def _in_words(kinds: Counter[Kind]) -> str:
+    """`3 GEMM kernels (bf16)`; empty for none."""
+    if not kinds.total():
+        return ""
+    names = ", ".join(sorted({str(kind) for kind in kinds}))
+    return f"{kinds.total()} GEMM kernel{'s' * (kinds.total() != 1)} ({names})"
 
 
 def flops(gemm: Gemm) -> float:
@@ -150,9 +247,8 @@ class Seen:
     """All that was seen of one GEMM."""
 
     outcomes: Sequence[Outcome]
-    sight: KernelSight | None
-    steps: float
-    """Traced steps that `outcomes` cover."""
+    kernels: Balance | None
+    """What the kernels of a timed step prove; None if no such step was traced."""
     clash: bool
     """Whether the witnesses contradict each other."""
     quantized_forward: bool
@@ -162,6 +258,19 @@ class Seen:
     library: LibrarySight | None = None
     library_silence: str = ""
     """Why the library's log may say nothing of it."""
+    silence: str = ""
+    """Why kernels, or operands, may say nothing of it."""
+
+    def kernels_text(self, asked: Operands) -> dict[str, str]:
+        """The kernels' word as a witness; empty where their names tell nothing."""
+        if self.kernels is None:
+            return {}
+        counts = Counter({str(kind): n for kind, n in self.kernels.others.items() if kind.known})
+        if self.kernels.proven:
+            counts[str(Kind.of(asked))] += self.kernels.proven
+        learned = ", by names that the benchmark taught" if self.kernels.learned else ""
+        text = ", ".join(f"{name} ({n} kernel{'s' * (n != 1)})" for name, n in sorted(counts.items()))
+        return {"kernels": text + learned} if text else {}
 
 
 @dataclass(frozen=True)
@@ -194,20 +303,21 @@ def _row(gemm: Gemm, finding: Finding, audit: Audit, total: float) -> VerdictRow
 
 
 def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
-    """One finding for each kind of operands that its calls got, and one for calls that were not seen."""
-    asked, sight, logged = Operands.asked(audit.card, gemm.role), seen.sight, seen.library
-    kernels = {"kernels": str(sight)} if sight is not None and sight.known else {}
+    """One finding for each kind of operands that its calls got, and one for calls that nothing shows."""
+    asked, logged = Operands.asked(audit.card, gemm.role), seen.library
+    kernels = seen.kernels_text(asked)
     outcomes = seen.outcomes or (logged.outcomes if logged else ())
     if not outcomes:
-        ran, word, why = _by_kernels_alone(gemm, asked, sight, audit)
-        return [Finding(ran, word, _joined(why, seen.library_silence), kernels, 1.0)]
+        return _merged(_by_kernels_alone(gemm, asked, seen, audit))
 
     watched = math.fsum(outcome.calls for outcome in outcomes)
-    due = max(gemm.calls * seen.steps, watched, 1.0)
-    emulated = converted(asked.precision, logged) or (
-        asked.precision == "fp8-block" and sight is not None and "mxfp8" in sight.known
-    )
+    due = max(gemm.calls, watched, 1.0)
+    mx = seen.kernels is not None and any(kind.precision == "mxfp8" for kind in seen.kernels.others)
+    as_blocks = seen.kernels is not None and seen.kernels.proven > 0
+    emulated = converted(asked.precision, logged) or (asked.precision == "fp8-block" and mx)
+    emulated = emulated and not as_blocks
     found: list[Finding] = []
+    word: VerdictWord
     for entered in outcomes:
         # What Python code multiplies instead, it may do by products of the library's: they are not the GEMM asked for.
         heard = logged is not None and not entered.software and logged.heard_all(entered)
@@ -216,7 +326,7 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
         if seen.clash:
             word, why = "unproven", "the witnesses disagree"
         elif outcome.software:
-            ran, word, why = _by_software(asked, outcome, sight, audit)
+            ran, word, why = _by_software(asked, outcome, seen)
         elif emulated and outcome.operands.precision in ("fp8-block", "mxfp8"):
             ran += "" if outcome.operands.precision == "mxfp8" else ", run as mxfp8"
             word, why = "emulated", "block scales were converted before the product, which ran as MXFP8"
@@ -227,14 +337,24 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
             and scaled_alike(asked, outcome.operands)
             and not _cause(outcome)
         ):
-            _, word, why = _by_kernels_alone(gemm, asked, sight, audit)
-            why = "kernel names tell the format, operands the scaling" if word == "confirmed" else why
+            found += [
+                replace(
+                    finding,
+                    why="kernel names tell the format, operands the scaling"
+                    if finding.word == "confirmed"
+                    else finding.why,
+                    witnesses={"operands": str(entered.operands), **finding.witnesses},
+                    part=finding.part * outcome.calls / due,
+                )
+                for finding in _by_kernels_alone(gemm, asked, seen, audit)
+            ]
+            continue
         else:
             word, why = _judge(gemm, asked, outcome, audit, seen)
             why = _joined(
                 "" if seen.outcomes else "by the library's log alone",
                 why,
-                _tf32(sight) if kernels else _silence(sight, audit),
+                _tf32(seen.kernels),
                 remark(logged, entered) if logged else seen.library_silence,
             )
         witnesses = {"operands": str(entered.operands)} if seen.outcomes else {}
@@ -246,7 +366,27 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
         what = "reached no function that was watched" if seen.outcomes else "are not in the library's log"
         why = f"{unseen:.0%} of the calls {what}"
         found.append(Finding(UNKNOWN, "unproven", why, {}, unseen))
-    return _merged(found)
+    return _merged(_shown_by_kernels(found, seen))
+
+
+def _shown_by_kernels(findings: Sequence[Finding], seen: Seen) -> list[Finding]:
+    """Only so many calls are confirmed as have kernels of their own in a timed step."""
+    confirmed = math.fsum(finding.part for finding in findings if finding.word == "confirmed")
+    shown_part = seen.kernels.proven / seen.kernels.calls if seen.kernels and seen.kernels.calls else 0.0
+    if confirmed <= shown_part + 1e-9:
+        return list(findings)
+    why = (seen.kernels.why if seen.kernels else "") or seen.silence or NOT_AS_TIMED
+    kept: list[Finding] = []
+    for finding in findings:
+        if finding.word != "confirmed":
+            kept.append(finding)
+            continue
+        part = finding.part * shown_part / confirmed
+        if part > 0:
+            kept.append(replace(finding, part=part))
+        alone = {name: text for name, text in finding.witnesses.items() if name != "kernels"}
+        kept.append(Finding(finding.ran, "unproven", f"{OPERANDS_ALONE}: {why}", alone, finding.part - part))
+    return kept
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
@@ -259,23 +399,32 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     return list(parts.values())
 
 
-def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], sight: KernelSight | None) -> str | None:
-    """If kernels ran that cannot have multiplied the operands that were seen: a sentence that says so."""
-    if sight is None or any(outcome.software for outcome in outcomes):
+def _clash(gemm: Gemm, asked: Operands, outcomes: Sequence[Outcome], kernels: Balance | None) -> str | None:
+    """If the kernels cannot have multiplied the operands that were seen: a sentence that says so.
+
+    Both ways: a kernel that fits no operands, and operands in more calls than there are kernels that fit them.
+    """
+    if kernels is None or any(outcome.software for outcome in outcomes):
         return None  # Python code multiplies as it likes: `_by_software` says what it did
-    seen = [outcome.operands for outcome in outcomes if outcome.operands.precision != UNKNOWN]
+    seen = [outcome for outcome in outcomes if outcome.operands.precision != UNKNOWN]
     if not seen:
         return None
-    text = " and ".join(dict.fromkeys(str(operands) for operands in seen))
-    for precision in sight.known:
-        emulation = precision == "mxfp8" and any(o.precision == "fp8-block" for o in seen)
-        if not emulation and not any(kernel_fits(operands, precision) for operands in seen):
-            return f"{gemm.module} {gemm.role}: operands were {text}, but a kernel of precision {precision} ran"
-    formats = {tuple(sorted(operands.formats)) for operands in seen}
-    strange = [pair for pair in sorted(sight.operands) if pair not in formats]
-    # Only FP8's two formats can differ within one precision; other names are checked by precision above.
-    if strange and asked.precision == "fp8" and all(form in ("e4m3", "e5m2") for form in strange[0]):
-        return f"{gemm.module} {gemm.role}: operands were {text}, but a kernel for {' x '.join(strange[0])} ran"
+    text = " and ".join(dict.fromkeys(str(outcome.operands) for outcome in seen))
+    ran = Counter({kind: n for kind, n in kernels.others.items() if kind.known})
+    if kernels.proven:
+        ran[Kind.of(asked)] += kernels.proven
+    where = f"{gemm.module} {gemm.role}"
+    for kind in sorted(ran, key=str):
+        emulation = kind.precision == "mxfp8" and any(outcome.operands.precision == "fp8-block" for outcome in seen)
+        if not emulation and not any(fits(outcome.operands, kind) for outcome in seen):
+            shape = f"of precision {kind.precision}" if kind.precision != asked.precision else f"for {kind}"
+            return f"{where}: operands were {text}, but a kernel {shape} ran"
+    if kernels.unseen or len(seen) != len(outcomes) or any(kind.precision == "mxfp8" for kind in ran):
+        return None
+    for outcome in seen:
+        due, have = outcome.calls, sum(n for kind, n in ran.items() if fits(outcome.operands, kind))
+        if have < due - 1e-9 and len(seen) > 1:
+            return f"{where}: operands were {outcome.operands} in {due:.3g} calls, but {have} kernels for them ran"
     return None
 
 
@@ -318,22 +467,22 @@ def _cause(outcome: Outcome) -> str:
     return ""
 
 
-def _by_software(
-    asked: Operands, outcome: Outcome, sight: KernelSight | None, audit: Audit
-) -> tuple[str, VerdictWord, str]:
+def _by_software(asked: Operands, outcome: Outcome, seen: Seen) -> tuple[str, VerdictWord, str]:
     """(ran, verdict, why) of operands that a custom quantizer's own code multiplied: kernels alone tell in what."""
     operands = str(outcome.operands)
-    if sight is None or not sight.known:
-        return operands, "unproven", f"{SOFTWARE}, and {_silence(sight, audit)}"
-    multiplied = " and ".join(sight.known)
-    strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
-    if not strange and UNKNOWN not in sight.counts and same(asked, outcome.operands):
+    kernels = seen.kernels
+    known = [kind for kind in kernels.others if kind.known] if kernels is not None else []
+    if kernels is None or not (kernels.proven or known):
+        why = kernels.why if kernels is not None else seen.silence
+        return operands, "unproven", f"{SOFTWARE}, and {why or 'the names of its kernels tell no precision'}"
+    if kernels.proven == kernels.calls and same(asked, outcome.operands):
         return operands, "confirmed", ""
-    ran = f"{operands}, multiplied in {multiplied}"
-    if not strange:
-        return ran, "unproven", f"{SOFTWARE}, and not every kernel name is known"
-    worst = max(strange, key=lambda precision: BITS.get(precision, 0))
-    return ran, "fallback", f"no {shown(asked.precision)} kernel ran: {SOFTWARE} in {shown(worst)}"
+    names = sorted({kind.precision for kind in known} | ({asked.precision} if kernels.proven else set()))
+    ran = f"{operands}, multiplied in {' and '.join(names)}"
+    if not known:
+        return ran, "unproven", f"{SOFTWARE}, and not every kernel was seen, or its name is not known"
+    worst = max(known, key=lambda kind: BITS.get(kind.precision, 0))
+    return ran, "fallback", f"no {shown(asked.precision)} kernel ran: {SOFTWARE} in {shown(worst.precision)}"
 
 
 def _how_it_fell(asked: str, ran: str, text: str) -> str:
@@ -345,63 +494,58 @@ def _how_it_fell(asked: str, ran: str, text: str) -> str:
     return f"ran another recipe: {text}"
 
 
-def _by_kernels_alone(
-    gemm: Gemm, asked: Operands, sight: KernelSight | None, audit: Audit
-) -> tuple[str, VerdictWord, str]:
-    """(ran, verdict, why) where no operand was seen."""
+def _by_kernels_alone(gemm: Gemm, asked: Operands, seen: Seen, audit: Audit) -> list[Finding]:
+    """What the kernels of a timed step say by themselves: a finding for each kind that its calls ran in."""
+    kernels, told = seen.kernels, seen.kernels_text(asked)
     outside = not gemm.quantizable and not audit.card.baseline
-    if sight is None or not sight.known:
-        if outside:
-            return UNKNOWN, "outside", f"no recipe reaches it ({gemm.family}); what it ran in was not seen"
-        names = _silence(sight, audit)
-        return UNKNOWN, "unproven", f"its operands were not seen, and {names or 'no kernel was'}"
-    ran = " and ".join(sight.known)
+    others = [kind for kind in kernels.others if kind.known] if kernels is not None else []
     if outside:
-        return ran, "outside", f"no recipe reaches it ({gemm.family})"
-    if UNKNOWN in sight.counts:
-        return (
-            f"{ran} and unknown",
-            "unproven",
-            "its operands were not seen, and not every kernel name is known",
-        )
-    strange = [precision for precision in sight.known if not kernel_fits(asked, precision)]
-    if strange and len(sight.known) > 1 and (gemm.module, gemm.role) != sight.place:
-        return ran, "unproven", f"the kernels of {sight.place[0]} differ, and which are its own is not known"
-    formats = sight.operands - {tuple(sorted(asked.formats))}
-    if not strange and formats and asked.precision == "fp8":
-        text = " x ".join(sorted(formats)[0])
-        return text, "fallback", f"ran another recipe: a kernel for {text} (by kernel names alone)"
-    if not strange:
+        ran = " and ".join(sorted(str(kind) for kind in others)) or UNKNOWN
+        unseen = "" if others else "; what it ran in was not seen"
+        return [Finding(ran, "outside", f"no recipe reaches it ({gemm.family}){unseen}", told, 1.0)]
+    if kernels is None or not kernels.calls:
+        why = seen.silence or NOT_AS_TIMED if kernels is None else "a step calls it zero times"
+        return [Finding(UNKNOWN, "unproven", f"its operands were not seen, and {why}", {}, 1.0)]
+    found: list[Finding] = []
+    because = _joined("by kernel names alone", seen.silence)
+    if kernels.proven:
         note = "; a kernel name does not tell delayed from current scaling" if asked.precision == "fp8" else ""
-        return ran, "confirmed", f"by kernel names alone{note}"
-    if asked.precision == "fp8-block" and strange == ["mxfp8"]:
-        return ran, "emulated", "block scaling ran as MXFP8 (by kernel names alone)"
-    worst = max(strange, key=lambda precision: BITS.get(precision, 0))
-    if worst not in BITS:
-        return ran, "unproven", f"a kernel of precision {worst} ran"
-    if audit.card.baseline and (asked.precision, worst) == BY_MODEL:
-        return ran, "by_request", f"{IN_FP16} (by kernel names alone)"
-    wider = BITS[worst] > BITS.get(asked.precision, 0)
-    if wider and gemm.role != "fprop" and audit.backward_override:
-        return ran, "by_request", f"{audit.backward_override} asks for a wide backward pass"
-    return ran, "fallback", f"{_how_it_fell(asked.precision, worst, worst)} (by kernel names alone)"
+        tf32 = _tf32(kernels)
+        why = f"{because}{note}{'; ' + tf32 if tf32 else ''}"
+        found.append(Finding(str(Kind.of(asked)), "confirmed", why, told, kernels.proven / kernels.calls))
+    for kind, count in sorted(kernels.others.items(), key=lambda item: str(item[0])):
+        word, why = other_kind(gemm.role, asked, kind, baseline=audit.card.baseline, override=audit.backward_override)
+        found.append(Finding(str(kind), word, f"{why} ({because})", told, count / kernels.calls))
+    if kernels.unseen:
+        why = _joined(kernels.why or "no kernel was found for its calls", seen.library_silence)
+        found.append(Finding(UNKNOWN, "unproven", why, told, kernels.unseen / kernels.calls))
+    return found
+
+
+def other_kind(
+    role: str, asked: Operands, kind: Kind, *, baseline: bool, override: str | None
+) -> tuple[VerdictWord, str]:
+    """The verdict on calls whose kernels are of a kind that was not asked for, and why."""
+    if not kind.known:
+        return "unproven", "its kernels' names tell no precision"
+    if kind.precision == asked.precision or kind.precision not in BITS:
+        return "fallback", f"ran another recipe: a kernel for {kind}"
+    if asked.precision == "fp8-block" and kind.precision == "mxfp8":
+        return "emulated", "block scaling ran as MXFP8"
+    if baseline and (asked.precision, kind.precision) == BY_MODEL:
+        return "by_request", IN_FP16
+    if BITS[kind.precision] > BITS.get(asked.precision, 0) and role != "fprop" and override:
+        return "by_request", f"{override} asks for a wide backward pass"
+    return "fallback", _how_it_fell(asked.precision, kind.precision, kind.precision)
 
 
 def _joined(*texts: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
-def _tf32(sight: KernelSight | None) -> str:
-    return "its kernels multiply in TF32" if sight is not None and "tf32" in sight.known else ""
-
-
-def _silence(sight: KernelSight | None, audit: Audit) -> str:
-    """Why the kernels say nothing."""
-    if not audit.kernels_speak:
-        return "operators on a CPU do not tell a precision"
-    if sight is None:
-        return "no kernel of this module and role was traced"
-    return "its kernels' names tell no precision"
+def _tf32(kernels: Balance | None) -> str:
+    tf32 = kernels is not None and (kernels.tf32 or any(kind.precision == "tf32" for kind in kernels.others))
+    return "its kernels multiply in TF32" if tf32 else ""
 
 
 def _coverage(
@@ -410,12 +554,19 @@ def _coverage(
     witnessed: bool,
     facts: tuple[str, ...],
     recipe: str,
+    over: str,
 ) -> tuple[Figure, Figure]:
+    why = ""
     if not rows:
-        missing = Figure.missing(SHARE, "no linear-layer GEMM was captured")
-        return missing, missing
-    if not witnessed:
-        missing = Figure.missing(SHARE, f"no traced step of {recipe} was recorded, so nothing says what ran")
+        why = "no linear-layer GEMM was captured"
+    elif not witnessed:
+        why = f"no traced step of {recipe} was recorded, so nothing says what ran"
+    elif math.fsum(row.share for row in rows) <= 0:
+        why = "the captured GEMMs multiply nothing (M is 0)"
+    elif over and _confirmed(rows):
+        why = f"the timed step ran {over} of no captured layer: what share of its FLOPs they are is not known"
+    if why:
+        missing = Figure.missing(SHARE, why)
         return missing, missing
     # A clamp for rounding only: the shares sum to one.
     whole = Figure(min(1.0, math.fsum(_confirmed(rows))), SHARE, "derived", facts=facts)

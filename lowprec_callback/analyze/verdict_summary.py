@@ -5,31 +5,68 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.recording import ROLES
 from lowprec_callback.report import Figure, Report, VerdictRow
 
+OPERANDS_ALONE = "by its operands alone"
+"""How the reason of a row begins whose operands are as asked and whose kernels nobody saw."""
 
-def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, asked: str, te: bool) -> str:
-    """One sentence: all as asked, or how much was and what was not."""
-    if coverage.value is None:
-        return f"What ran is not known: {coverage.reason}."
+
+@dataclass(frozen=True)
+class Told:
+    """What the sentence must tell besides the rows."""
+
+    te: bool
+    """Whether Transformer Engine ran the model."""
+    learned: bool = False
+    """Whether the names of kernels had to be looked up in what the benchmark launched."""
+    over: str = ""
+    """GEMM kernels of the timed step that belong to no captured layer, in words."""
+
+
+def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Figure, asked: str, told: Told) -> str:
+    """One sentence: all as asked, or how much was and what was not.
+
+    "All" is said only where kernels of a timed step confirm every call of every row.
+    """
     inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
+    whole = bool(inside) and all(row.verdict == "confirmed" for row in inside)
+    gemms = f"{'TE' if told.te else 'linear'} GEMMs"
+    if coverage.value is None:
+        if whole and told.over:
+            return f"The captured {gemms} ran in {asked} ({_extent(inside)}). There are more: {coverage.reason}."
+        return f"What ran is not known: {coverage.reason}."
     outside = [row for row in rows if row.verdict == "outside"]
     tail = ""
     if outside:
         names = ", ".join(dict.fromkeys(operation(row.module) for row in outside))
         share = math.fsum(row.share for row in outside)
         tail = f" Outside ({f'{share:.1%}' if share >= 0.001 else '<0.1%'} of linear FLOPs): {names}."
-    if inside and all(row.verdict == "confirmed" for row in inside):
-        return f"All {'TE' if te else 'linear'} GEMMs ran in {asked}: {_extent(inside)}.{tail}"
+    if whole:
+        if told.learned:
+            taught = "by kernel names that only the benchmark explains"
+            return f"Every one of the {gemms} ran in {asked}, {taught}: {_extent(inside)}.{tail}"
+        return f"All {gemms} ran in {asked}: {_extent(inside)}.{tail}"
+    alone = [row for row in inside if row.verdict == "unproven" and row.why.startswith(OPERANDS_ALONE)]
+    if inside and len(alone) == len(inside):
+        return f"By their operands alone, the {gemms} were given {asked}; no kernel of a timed step shows it.{tail}"
     kinds: dict[str, list[VerdictRow]] = {}
     for row in inside:
         if row.verdict != "confirmed":
             kinds.setdefault(row.verdict, []).append(row)
-    told = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
-    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {told}.{tail}"
+    said = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
+    because = _one_reason(inside)
+    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {said}{because}.{tail}"
+
+
+def _one_reason(rows: Sequence[VerdictRow]) -> str:
+    """The reason, if all that is unproven has the same: counts that do not balance are told in the sentence."""
+    reasons = {row.why for row in rows if row.verdict == "unproven"}
+    reason = reasons.pop() if len(reasons) == 1 else ""
+    return f" ({reason})" if reason and len(reason) < 300 else ""
 
 
 def fallbacks(report: Report, most: int = 5) -> str:

@@ -1,18 +1,16 @@
-"""What the witnesses of a recipe's traced steps saw, for each module and role.
+"""What the witnesses of a recipe saw, for each module and role.
 
-Two witnesses that do not know of each other: the operands that reached the GEMM library (`Dispatch`), and
-the names of the kernels that the GPU then ran (`Trace`), checked against a signature book learned from the
-benchmark (`GemmTime.kernels`), whose precision is known because the benchmark chose it. The third, the library's
-own log, is in `library`."""
+Here: the operands that reached the GEMM library (`Dispatch`), and a signature book of kernel names, learned from the
+benchmark (`GemmTime.kernels`), whose precision is known because the benchmark chose it. The kernels themselves are in
+`timed` and `balance`, the library's own log in `library`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lowprec_callback.analyze.kernels import classify
 from lowprec_callback.analyze.precision import UNKNOWN, Operands, kernel_fits
-from lowprec_callback.analyze.traceview import TraceView
 from lowprec_callback.recording import Card, Dispatch, Gemm, GemmTime
 
 Place = tuple[str, str]
@@ -46,25 +44,14 @@ class OperandWitness:
     """All `Dispatch` facts of one recipe."""
 
     found: Mapping[Place, Sequence[Dispatch]]
-    steps: float
-    """Traced steps that the facts cover: the largest ratio of calls seen to calls captured in one step."""
 
     @staticmethod
-    def of(dispatches: Iterable[Dispatch], gemms: Sequence[Gemm]) -> OperandWitness:
+    def of(dispatches: Iterable[Dispatch]) -> OperandWitness:
         """Sort the facts by place."""
         found: dict[Place, list[Dispatch]] = {}
         for dispatch in dispatches:
             found.setdefault((dispatch.module, dispatch.role), []).append(dispatch)
-        captured: dict[Place, int] = {}
-        for gemm in gemms:
-            place = (gemm.module, gemm.role)
-            captured[place] = captured.get(place, 0) + gemm.calls
-        ratios = [
-            sum(dispatch.calls for dispatch in found[place]) / calls
-            for place, calls in captured.items()
-            if place in found and calls
-        ]
-        return OperandWitness(found, max([1.0, *ratios]))
+        return OperandWitness(found)
 
     def outcomes(self, gemm: Gemm, only_shape: bool) -> list[Outcome]:
         """What this GEMM's calls got. With `only_shape`, calls with another shape do not count."""
@@ -91,26 +78,6 @@ class OperandWitness:
             for dispatch in self.found.get((module, "fprop"), ())
         ]
         return (False, True) in forwards and (True, False) in forwards
-
-
-@dataclass
-class KernelSight:
-    """The GEMM kernels that ran for one module and role."""
-
-    place: Place
-    """The label that the kernels bear."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Precision (`unknown` included) to number of kernels."""
-    operands: set[tuple[str, str]] = field(default_factory=set)
-    """Operand formats that the names tell, order not known."""
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """Precisions that the names tell, without `unknown`."""
-        return tuple(sorted(precision for precision in self.counts if precision != UNKNOWN))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{precision} ({count} kernels)" for precision, count in sorted(self.counts.items()))
 
 
 class SignatureBook:
@@ -146,9 +113,13 @@ class SignatureBook:
         return name in self._precisions
 
     def precision(self, name: str) -> str:
-        """The one precision that the benchmark launched this kernel in; `unknown` if none or several."""
+        """The one precision that the benchmark launched this kernel in; `unknown` if none or several.
+
+        Also `unknown` if the benchmark ran one precision only: then another might launch the same name.
+        """
         found = self._precisions.get(name, set())
-        return next(iter(found)) if len(found) == 1 else UNKNOWN
+        tried = set().union(*self._precisions.values())
+        return next(iter(found)) if len(found) == 1 and len(tried) > 1 else UNKNOWN
 
 
 def _products(kernels: Sequence[str]) -> list[str]:
@@ -157,35 +128,3 @@ def _products(kernels: Sequence[str]) -> list[str]:
     gemms = [name for name, kernel in known if kernel.bucket == "gemm" and not kernel.gemm_helper]
     unknown = [name for name, kernel in known if kernel.bucket == "other"]
     return gemms or (unknown if len(unknown) == 1 else [])
-
-
-def kernel_place(gemm: Gemm, kernels: Mapping[Place, KernelSight]) -> Place:
-    """Where this GEMM's kernels are: under its own name, or under its module's.
-
-    LayerNormMLP is one module that runs two linears, `.fc1` and `.fc2`; only the operand witness tells them apart.
-    """
-    place = (gemm.module, gemm.role)
-    parent, _, last = gemm.module.rpartition(".")
-    if place not in kernels and last in ("fc1", "fc2") and (parent, gemm.role) in kernels:
-        return parent, gemm.role
-    return place
-
-
-def kernel_witness(views: Sequence[TraceView], book: SignatureBook) -> dict[Place, KernelSight]:
-    """What ran for each module and role, by kernel name. An unknown name is looked up in the book."""
-    found: dict[Place, KernelSight] = {}
-    for view in views:
-        for group in view.groups:
-            if not group.role or not group.module:
-                continue
-            if not group.is_linear_gemm and not (group.bucket == "other" and book.knows(group.name)):
-                continue
-            precision = group.kernel.precision
-            if precision == UNKNOWN:
-                precision = book.precision(group.name)
-            sight = found.setdefault((group.module, group.role), KernelSight((group.module, group.role)))
-            sight.counts[precision] = sight.counts.get(precision, 0) + group.count
-            if group.kernel.operands is not None:
-                first, second = sorted(group.kernel.operands)
-                sight.operands.add((first, second))
-    return found

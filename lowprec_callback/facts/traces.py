@@ -82,6 +82,36 @@ class Trace(Fact):
 
 
 @dataclass(frozen=True)
+class StepProducts(Fact):
+    """What a step launched that may be a matrix product, in order of launch, in columns of equal length.
+
+    Of a GPU every kernel, of a CPU PyTorch's matrix products. This is the evidence of the verdict: where `ranged` is
+    False, nothing but the kernel tracer was attached, and the step ran exactly as the timed ones do.
+    """
+
+    kind: ClassVar[str] = "step_products"
+    recipe: str
+    step: int
+    ranged: bool
+    """Whether hooks and ranges marked modules; without them `module` and `role` are empty."""
+    names: tuple[str, ...]
+    """Distinct names of kernels or operators; `name` indexes it."""
+    labels: tuple[str, ...]
+    """Distinct texts; `module`, `role`, `op`, `phase`, `formats` index it. Label 0 is the empty text: not known."""
+    name: tuple[int, ...]
+    module: tuple[int, ...]
+    role: tuple[int, ...]
+    op: tuple[int, ...]
+    """The innermost framework operator that launched it."""
+    phase: tuple[int, ...]
+    """forward, backward, optimizer, data."""
+    formats: tuple[int, ...]
+    """Types of the operator's two matrices (`bf16 x bf16`), where the profiler tells: on a CPU."""
+    compiled: tuple[str, ...] = ()
+    """Modules that ran compiled, as `torch.compile` or `Module.compile` made them."""
+
+
+@dataclass(frozen=True)
 class GemmKernels(Fact):
     """All GEMM kernels of a capture's steps of one recipe, counted by name and place, in columns of equal length.
 
@@ -105,3 +135,10 @@ class GemmKernels(Fact):
     """Whether Transformer Engine's GEMM library launched it, or a GEMM range of ours was open."""
     count: tuple[int, ...]
     total_us: tuple[float, ...]
+    calls: int | None = None
+    """GEMM calls that ranges mark in these steps. None: nothing marks them, or an older version read the capture."""
+    silent_calls: int = 0
+    """Of these: calls in which no product kernel was launched that the capture holds."""
+    fewest: int | None = None
+    """Product kernels of the step that holds the fewest, and the most. None: not counted."""
+    most: int | None = None

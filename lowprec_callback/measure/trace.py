@@ -27,7 +27,7 @@ from lowprec_callback.facts.traces import ENGINE
 from lowprec_callback.measure.dispatch import AtenProduct, product_of
 from lowprec_callback.measure.host_calls import blocking, plain_name
 from lowprec_callback.measure.scopes import Scope
-from lowprec_callback.recording import ROLES, HostPhases, HostWaits, Role, Trace
+from lowprec_callback.recording import ROLES, HostPhases, HostWaits, Role, StepProducts, Trace
 
 PREFIX = "lowprec|"
 """Our ranges are called `lowprec|step|3`, `lowprec|phase|forward`, `lowprec|module|DIRECTION|PATH`,
@@ -68,7 +68,8 @@ class Tracer:
 
     Args:
         device: whose work is traced.
-        shapes: record the operators' sizes and types, and nothing of the GPU: for `products`.
+        shapes: record the operators' sizes and types, and nothing of the GPU: for `products`. On a CPU, where operators
+            are all there is, they are recorded anyway.
     """
 
     def __init__(self, device: torch.device, *, shapes: bool = False) -> None:
@@ -78,8 +79,10 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda" and not shapes:
             activities.append(ProfilerActivity.CUDA)
+        self._read: list[dict[str, Any]] | None = None
         self._ended = False
         """Whether another profiler has ended the session."""
+        shapes = shapes or device.type != "cuda"
         self._profile: Any = profile(activities=activities, record_shapes=shapes, acc_events=True)
 
     def start(self) -> None:
@@ -97,6 +100,10 @@ class Tracer:
         on_gpu = self._device.type == "cuda"
         return read_events(self._events(), recipe, on_gpu=on_gpu, expected_gemms=expected_gemms)
 
+    def step_products(self, recipe: str, compiled: Sequence[str]) -> list[StepProducts]:
+        """What may be a product in each step range of the session; all of them are called `ranged`."""
+        return read_step_products(self._events(), recipe, on_gpu=self._device.type == "cuda", compiled=compiled)
+
     def gemm_kernels(self) -> dict[tuple[str, Role], tuple[str, ...]]:
         """What `gemm_range`s launched: (module, role) to kernel names."""
         return read_gemm_kernels(self._events())
@@ -108,10 +115,12 @@ class Tracer:
     def _events(self) -> list[dict[str, Any]]:
         if self._ended:
             raise RuntimeError("another profiler of PyTorch's, opened inside the step, has ended this one's session")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]  # type: ignore[no-any-return]
+        if self._read is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                self._profile.export_chrome_trace(str(path))
+                self._read = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return self._read or []
 
 
 def read_events(
@@ -124,11 +133,7 @@ def read_events(
             by_category[event.get("cat", "")].append(event)
     host = [event for category in HOST_CATEGORIES for event in by_category[category]]
     launches = _launches(event for category in LAUNCH_CATEGORIES for event in by_category[category])
-    steps = sorted(
-        (int(event["name"].rsplit("|", 1)[1]), event["ts"], event["ts"] + event["dur"])
-        for event in by_category["user_annotation"]
-        if event["name"].startswith(f"{PREFIX}step|")
-    )
+    steps = _steps(host)
     places = _Places(host)
     calls = [event for category in LAUNCH_CATEGORIES for event in by_category[category]]
     copies = {event["args"].get("correlation"): _end(event) for event in by_category["gpu_memcpy"] if "args" in event}
@@ -139,6 +144,70 @@ def read_events(
         work = list(places.own_times())
     work.sort(key=lambda item: item.start)
     return [_trace(recipe, index, begin, end, work, expected_gemms, watch) for index, begin, end in steps]
+
+
+def read_step_products(
+    events: Iterable[dict[str, Any]], recipe: str, *, on_gpu: bool, compiled: Sequence[str] = ()
+) -> list[StepProducts]:
+    """One `StepProducts` per step range of a Chrome trace: every kernel, or on a CPU every matrix product."""
+    whole = [event for event in events if event.get("ph") == "X"]
+    host = [event for event in whole if event.get("cat") in HOST_CATEGORIES]
+    places = _Places(host)
+    found: list[tuple[float, str, _Place, str]] = []
+    if on_gpu:
+        launches = _launches(whole)
+        for event in (event for event in whole if event.get("cat") == "kernel"):
+            work = _gpu_work(event, launches, places)
+            # A kernel whose launch is not in the trace stands where it ran.
+            when = work.start if math.isnan(work.launch) else work.launch
+            place = _Place(work.module, work.role, work.op, work.phase)
+            found.append((when, event["name"], place, ""))
+    else:
+        for event in host:
+            product = product_of(event, None) if event["cat"] == "cpu_op" else None
+            if product is not None:
+                formats = f"{product.first} x {product.second}"
+                found.append((event["ts"], event["name"], places.at(event["tid"], event["ts"]), formats))
+    # Launch by launch: kernels of several streams may overtake each other, their launches do not.
+    found.sort(key=lambda item: item[0])
+    return [
+        _step_products(recipe, index, [item for item in found if begin <= item[0] < end], tuple(compiled))
+        for index, begin, end in _steps(host)
+    ]
+
+
+def _step_products(
+    recipe: str, index: int, found: Sequence[tuple[float, str, _Place, str]], compiled: tuple[str, ...]
+) -> StepProducts:
+    names: dict[str, int] = {}
+    labels: dict[str, int] = {"": 0}
+
+    def column(texts: Iterable[str]) -> tuple[int, ...]:
+        return tuple(labels.setdefault(text, len(labels)) for text in texts)
+
+    return StepProducts(
+        recipe=recipe,
+        step=index,
+        ranged=True,
+        name=tuple(names.setdefault(name, len(names)) for _, name, _, _ in found),
+        module=column(place.module for _, _, place, _ in found),
+        role=column(place.role for _, _, place, _ in found),
+        op=column(place.op for _, _, place, _ in found),
+        phase=column(place.phase for _, _, place, _ in found),
+        formats=column(formats for _, _, _, formats in found),
+        names=tuple(names),
+        labels=tuple(labels),
+        compiled=compiled,
+    )
+
+
+def _steps(host: Iterable[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """(number, begin, end) of the step ranges."""
+    return sorted(
+        (int(event["name"].rsplit("|", 1)[1]), event["ts"], _end(event))
+        for event in host
+        if event.get("cat") == "user_annotation" and event["name"].startswith(f"{PREFIX}step|")
+    )
 
 
 def read_gemm_kernels(events: Iterable[dict[str, Any]]) -> dict[tuple[str, Role], tuple[str, ...]]:

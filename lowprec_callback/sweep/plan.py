@@ -18,6 +18,10 @@ WITNESS_STEPS = 2
 """Before the traced steps of a recipe: one in which operands and memory are watched, and one under the new profiler
 session, which can lose kernels at its start, and whose kernels do not count."""
 
+AS_TIMED = 2
+"""Steps under the kernel tracer that run exactly as the timed ones do: the evidence of the verdict. Two, so that a
+kernel that the tracer loses in one is seen in the other."""
+
 NVTX_SETTLE = 1
 """Before the steps of a recipe that are captured: one in which its state is built again."""
 
@@ -115,7 +119,7 @@ class Settings:
 
     def after_rounds(self) -> tuple[int, int, int]:
         """(watched and traced, captured, compared) optimizer steps of one recipe, after its blocks."""
-        traced = self.traced_steps + WITNESS_STEPS if self.traced_steps else 0
+        traced = WITNESS_STEPS + AS_TIMED + self.traced_steps if self.traced_steps else 0
         captured = self.nvtx_steps + NVTX_SETTLE if self.nvtx_steps else 0
         compared = self.guard_steps + GUARD_SETTLE if self.guard_steps else 0
         return traced, captured, compared

@@ -52,6 +52,7 @@ from lowprec_callback.sweep.fault import passed_through_us
 from lowprec_callback.sweep.guard import NumericsGuard, TrialStep
 from lowprec_callback.sweep.instrumented_step import gemm_ranges, ranged_scopes, stop_quietly, watched_step
 from lowprec_callback.sweep.plan import (
+    AS_TIMED,
     GUARD_SETTLE,
     NVTX_SETTLE,
     PROBE_NEEDS,
@@ -718,27 +719,47 @@ class Sweep:
         self.recorder.add(*log.dispatches(card.name), *log.products(card.name), *notes)
         self.recorder.add(*library.facts(card.name, log))
 
-        tracer, whole = Tracer(device), []
+        tracer = Tracer(device)
+        bare: list[int] = []
+        whole: list[int] = []
         with ExitStack() as stack:
             tracer.start()
             stack.callback(stop_quietly, tracer)
             self._step()  # a new session can lose kernels at its start
+            # First as the timed steps ran, with the kernel tracer and nothing else: what ran in these is the verdict.
+            self._trace_steps(range(AS_TIMED + TRIES), AS_TIMED, bare)
             scopes = ranged_scopes(self.engine)
             with scopes.installed(), self.engine.watch(scopes.current, around=gemm_ranges(log)):
-                for index in range(self.settings.traced_steps + TRIES):
-                    synchronize(device)
-                    self._marks.traced = index
-                    self._step()
-                    scopes.clear()
-                    if self._was_clean():
-                        whole.append(index)
-                    if len(whole) == self.settings.traced_steps:
-                        break
+                first = AS_TIMED + TRIES
+                numbers = range(first, first + self.settings.traced_steps + TRIES)
+                self._trace_steps(numbers, self.settings.traced_steps, whole, scopes.clear)
         try:
+            compiled = compiled_modules(self.engine.model)
+            on_cpu = device.type != "cuda"
+            for products in tracer.step_products(card.name, compiled):
+                if products.step in bare:
+                    self.recorder.add(replace(products, step=bare.index(products.step), ranged=False))
+                elif on_cpu and products.step in whole:
+                    # On a GPU a `Trace` holds them; on a CPU it holds operators' own times, which are no calls.
+                    self.recorder.add(replace(products, step=whole.index(products.step)))
             traces = [trace for trace in tracer.traces(card.name, log.calls or None) if trace.step in whole]
             self.recorder.add(*(replace(trace, step=whole.index(trace.step)) for trace in traces))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", in_words(error)))
+
+    def _trace_steps(
+        self, numbers: range, enough: int, whole: list[int], after: Callable[[], None] = lambda: None
+    ) -> None:
+        """Steps under the tracer, each called by its number, until `enough` clean ones are in `whole`."""
+        for number in numbers:
+            synchronize(self.engine.device)
+            self._marks.traced = number
+            self._step()
+            after()
+            if self._was_clean():
+                whole.append(number)
+            if len(whole) == enough:
+                break
 
     def _captured(self) -> None:
         """Steps for another tool's trace: one capture window, and ranges down to the GEMM on whatever thread."""

@@ -32,6 +32,7 @@ from lowprec_callback.recording import (
     Restored,
     Role,
     Scales,
+    StepProducts,
     StepTime,
     Trace,
 )
@@ -65,6 +66,10 @@ GEMM_NAMES: dict[str, dict[str, str]] = {
     "mxfp8": dict.fromkeys(ROLES, "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_h_bz_Avec32UE8M0_Bvec32UE8M0_TNT"),
 }
 GEMM_NAMES["fp8_current"] = GEMM_NAMES["fp8_delayed"]
+GEMM_NAMES["nvfp4"] = dict.fromkeys(ROLES, "nvjet_sm100_ootst_128x192_128x6_2x1_2cta_h_bz_Avec16UE4M3_Bvec16UE4M3_TNT")
+GEMM_NAMES["fp16"] = dict.fromkeys(ROLES, "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT")
+GEMM_NAMES["fp32"] = dict.fromkeys(ROLES, "nvjet_sm90_sss_tf32_128x64_32x6_2x1_v_bz_TNN")
+E4M3_NAME, E5M2_NAME = GEMM_NAMES["fp8_delayed"]["fprop"], GEMM_NAMES["fp8_delayed"]["wgrad"]
 CAST = (
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*, __nv_fp8_e4m3*, float const*, "
     "float*, float*, unsigned long, unsigned long)"
@@ -169,6 +174,27 @@ def dispatches(recipe: str, linears: Iterable[Linear], card: Card | None = None)
     ]
 
 
+def kernel_name(first: Operand, other: Operand) -> str:
+    """The kernel that multiplies such operands."""
+    if "unknown" in (first.format, other.format):
+        return UNKNOWN_GEMM
+    scaled = {"block-128": "fp8_block", "mx-32": "mxfp8", "nvfp4-16": "nvfp4"}
+    if first.scaling in scaled:
+        return GEMM_NAMES[scaled[first.scaling]]["fprop"]
+    if first.scaling != "none":
+        return E5M2_NAME if "e5m2" in (first.format, other.format) else E4M3_NAME
+    return GEMM_NAMES[first.format]["fprop"]
+
+
+def mirrored(seen: Iterable[Dispatch], us: float = 10.0) -> list[Kernel]:
+    """The kernels of a step in which the operands are those that were seen."""
+    return [
+        Kernel(kernel_name(fact.weight_or_input, fact.other), us, fact.module, fact.role)
+        for fact in seen
+        for _ in range(fact.calls)
+    ]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel to put into a trace."""
@@ -211,6 +237,32 @@ def trace(recipe: str, kernels: Sequence[Kernel], wall_ms: float, step: int = 0,
         expected_gemms=expected,
         **columns,
     )
+
+
+def step_products(
+    recipe: str, kernels: Sequence[Kernel], step: int = 0, compiled: tuple[str, ...] = (), on_cpu: bool = False
+) -> StepProducts:
+    """A step that ran as the timed ones do: its kernels bear no module. On a CPU: operators, which tell their types."""
+    names: dict[str, int] = {}
+    labels: dict[str, int] = {"": 0}
+
+    def column(texts: Iterable[str]) -> tuple[int, ...]:
+        return tuple(labels.setdefault(text, len(labels)) for text in texts)
+
+    nothing = (0,) * len(kernels)
+    told = [kernel.name if on_cpu else "" for kernel in kernels]
+    return StepProducts(
+        recipe, step, False,
+        name=tuple(names.setdefault("aten::mm" if on_cpu else kernel.name, len(names)) for kernel in kernels),
+        module=nothing,
+        role=nothing,
+        op=column(kernel.op for kernel in kernels),
+        phase=column(kernel.phase for kernel in kernels),
+        formats=column(told),
+        names=tuple(names),
+        labels=tuple(labels),
+        compiled=compiled,
+    )  # fmt: skip
 
 
 def step_kernels(
@@ -342,4 +394,10 @@ def cpu_facts() -> list[Fact]:
         operators += [Kernel("aten::add_", 5000.0, op="aten::add_"), Kernel("aten::copy_", 3000.0, op="aten::copy_")]
         facts.append(trace(name, operators, 150.0, expected=len(operators) - 2))
         facts += [replace(fact, entry="aten::mm") for fact in dispatches(name, linears, card)]
+        products = [
+            Kernel(" x ".join(getattr(card, role)), us, phase="forward" if role == "fprop" else "backward")
+            for lin in linears
+            for role in ROLES
+        ]
+        facts += [step_products(name, products, number, on_cpu=True) for number in range(2)]
     return [*facts, Restored(("module",), True), End("finished")]

@@ -118,7 +118,7 @@ def test_a_wide_backward_by_request() -> None:
 def test_a_fallback_is_named_and_so_is_a_backward_that_is_missing() -> None:
     verdict = judged(GOOD[0], (BF16, "b", "fprop", "", "forward", True, 2))
     assert verdict.summary.startswith(
-        "By kernel names alone, 2 of 3 linear-layer GEMM kernels a step ran in FP8 (b fprop: bf16 x bf16, fallback); "
+        "By kernel names alone, 2 of 3 linear-layer GEMM kernels a step ran in FP8 (b fprop: bf16, fallback); "
         "no GEMM of a backward pass was seen."
     )
 
@@ -159,3 +159,25 @@ def test_a_fact_that_cannot_be_read_is_named(change: dict[str, tuple[int, ...]],
     card = load_cards()["fp8_delayed"].to_fact(True)
     report = analyze(Recording.from_facts([card, IMPORTED, replace(table(*GOOD), **change)]))  # type: ignore[arg-type]
     assert report.problems[0] == f"the counted kernels of fp8_delayed on line 3 cannot be used: {says}"
+
+
+def test_marked_calls_without_a_kernel_are_unproven_and_nothing_is_called_all() -> None:
+    card = load_cards()["fp8_delayed"].to_fact(False)
+    whole = replace(table(*GOOD), calls=12, silent_calls=0, fewest=6, most=6)
+    assert kernel_verdict([(1, whole)], card, IMPORTED, None).summary.startswith("By kernel names alone, all 6 ")
+    found = kernel_verdict([(1, replace(whole, calls=20, silent_calls=8))], card, IMPORTED, None)
+    assert found.summary.startswith(
+        "By kernel names alone, 6 of 10 linear-layer GEMM kernels a step ran in FP8 (unknown module: unknown, unproven)"
+    )
+    assert found.kernels[-1].why == "the capture marks these GEMM calls, and holds no kernel of theirs"
+    assert found.kernels[-1].kernels == 4
+
+
+def test_a_step_with_fewer_kernels_than_another_has_lost_some() -> None:
+    card = load_cards()["fp8_delayed"].to_fact(False)
+    unmarked = [(*row[:5], False, row[6]) for row in GOOD]
+    uneven = replace(table(*unmarked), fewest=4, most=8)
+    found = kernel_verdict([(1, uneven)], card, IMPORTED, None)
+    assert "all" not in found.summary.split(".")[0]
+    assert found.kernels[-1].verdict == "unproven"
+    assert found.kernels[-1].kernels == 2, "8 in each of the two steps, but 12 in both"

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from lowprec_callback.analyze.library import LibraryWitness, agree, operands_of
 from lowprec_callback.analyze.precision import Operands
 from lowprec_callback.analyze.summary import analyze
+from lowprec_callback.analyze.timed import timed
 from lowprec_callback.analyze.traceview import view
 from lowprec_callback.analyze.verdict import Audit, verdict
-from lowprec_callback.analyze.witnesses import SignatureBook, kernel_witness
+from lowprec_callback.analyze.witnesses import SignatureBook
 from lowprec_callback.recording import (
     ROLES,
     Card,
@@ -46,6 +47,9 @@ from .recordings import (
     dispatches,
     gemms,
     gpu_facts,
+    kernel_name,
+    mirrored,
+    operand,
     te_linears,
 )
 from .recordings import trace as trace_of
@@ -80,20 +84,32 @@ def judge(
     linears: list[Linear],
     seen: Iterable[Dispatch] = (),
     log: Iterable[LibraryCall] | None = (),
-    kernels: Iterable[Kernel] = (),
+    kernels: Iterable[Kernel] | None = None,
     *,
     calls: int = 1,
     about: LibraryLog | None = LISTENED,
 ) -> Verdict:
-    ran = list(kernels)
+    """`kernels` of the step that ran as timed; those of the operands seen, or else logged, if nothing else is said."""
+    seen, log, shapes = list(seen), list(log or ()), gemms(linears, calls)
+    ran = list(kernels) if kernels is not None else mirrored(seen) or mirrored_log(log, seen)
     views = [view(trace_of(card.recipe, ran, 1.0))] if ran else []
     return verdict(
-        list(enumerate(gemms(linears, calls), start=1)),
+        list(enumerate(shapes, start=1)),
         list(enumerate(seen, start=50)),
-        kernel_witness(views, SignatureBook((), CARDS)),
-        Audit(card, te=True, backward_override=None, kernels_speak=True),
-        library=LibraryWitness.of(enumerate(log or (), start=90), about),
+        timed([], views, SignatureBook((), CARDS), sum(gemm.calls for gemm in shapes)),
+        Audit(card, te=True, backward_override=None),
+        library=LibraryWitness.of(enumerate(log, start=90), about),
     )
+
+
+def mirrored_log(log: Iterable[LibraryCall], seen: Iterable[Dispatch]) -> list[Kernel]:
+    """The kernels of a step in which the operands are those that were logged."""
+    found = []
+    for call in log:
+        formats, scalings = operands_of(call).formats, operands_of(call).scalings
+        first, other = (operand(form, scaling) for form, scaling in zip(formats, scalings, strict=True))
+        found += [Kernel(kernel_name(first, other), 1.0, call.module, call.role)] * call.calls
+    return found
 
 
 def kernels_of(recipe: str, linears: Iterable[Linear]) -> list[Kernel]:
@@ -158,7 +174,7 @@ def test_block_scales_against_tensor_scales_are_a_contradiction_too() -> None:
 def test_block_scales_that_ran_as_mxfp8_are_emulated() -> None:
     mx = {"weight_or_input_scale": "VEC32_UE8M0", "other_scale": "VEC32_UE8M0"}
     log = [replace(call, **mx) for call in all_logged(ONE, BLOCK_CARD)]
-    found = judge(BLOCK_CARD, ONE, dispatches("fp8_block", ONE), log)
+    found = judge(BLOCK_CARD, ONE, dispatches("fp8_block", ONE), log, kernels_of("mxfp8", ONE))
     assert {each.verdict for each in found.rows} == {"emulated"}
     assert not found.disagreements
     alone = judge(BLOCK_CARD, ONE, (), log)
@@ -168,9 +184,11 @@ def test_block_scales_that_ran_as_mxfp8_are_emulated() -> None:
 def test_the_log_alone_confirms_where_no_operand_was_seen() -> None:
     found = judge(CURRENT_CARD, ONE, (), all_logged(ONE, CURRENT_CARD))
     assert {each.verdict for each in found.rows} == {"confirmed"}
-    assert {tuple(each.witnesses) for each in found.rows} == {("library",)}
+    assert {tuple(each.witnesses) for each in found.rows} == {("library", "kernels")}
     assert row(found, "fprop").why.startswith("by the library's log alone; ")
     assert "delayed from current" in row(found, "fprop").why
+    unshown = judge(CURRENT_CARD, ONE, (), all_logged(ONE, CURRENT_CARD), ())
+    assert {each.verdict for each in unshown.rows} == {"unproven"}, "no kernel of a timed step shows it"
 
 
 def test_the_log_alone_catches_a_fallback_and_kernels_can_contradict_it() -> None:
@@ -188,9 +206,9 @@ def test_a_part_of_the_calls_that_is_missing_in_the_log_is_not_confirmed_by_it()
     log = [logged(ONE[0], role, CURRENT_CARD, calls=3 if role == "fprop" else 4) for role in ROLES]
     found = judge(CURRENT_CARD, ONE, seen, log, calls=4)
     assert {each.verdict for each in found.rows} == {"confirmed"}, "the operands saw all"
-    assert set(row(found, "fprop").witnesses) == {"operands"}
+    assert set(row(found, "fprop").witnesses) == {"operands", "kernels"}
     assert "cuBLASLt logged a part of the calls only" in row(found, "fprop").why
-    assert words.coverage(found) == "100% (operands+library 66.7%)"
+    assert words.coverage(found) == "100% (operands+kernels+library 66.7%)"
     alone = judge(CURRENT_CARD, ONE, (), log, calls=4)
     assert [(each.verdict, each.calls) for each in alone.rows if each.role == "fprop"] == [
         ("confirmed", 3),
@@ -214,13 +232,13 @@ def test_calls_of_two_kinds_must_be_as_many_in_the_log_as_at_the_entry() -> None
 def test_a_grouped_call_is_one_call_whatever_its_groups() -> None:
     log = [logged(ONE[0], role, CURRENT_CARD, groups=4) for role in ROLES]
     found = judge(CURRENT_CARD, ONE, dispatches("fp8_current", ONE), log)
-    assert {tuple(each.witnesses) for each in found.rows} == {("operands", "library")}
+    assert {tuple(each.witnesses) for each in found.rows} == {("operands", "library", "kernels")}
 
 
 def test_the_log_tells_the_format_of_operands_that_do_not() -> None:
     unknown = Operand("Float8Tensor", "unknown", "tensor-current")
     seen = [replace(dispatch("fp8_current", ONE[0], role, CURRENT_CARD), weight_or_input=unknown) for role in ROLES]
-    found = judge(CURRENT_CARD, ONE, seen, all_logged(ONE, CURRENT_CARD))
+    found = judge(CURRENT_CARD, ONE, seen, all_logged(ONE, CURRENT_CARD), kernels_of("fp8_current", ONE))
     assert {each.verdict for each in found.rows} == {"confirmed"}
     assert row(found, "wgrad").ran == "e4m3 x e5m2, tensor-current"
     silent = judge(CURRENT_CARD, ONE, seen)
@@ -240,7 +258,7 @@ def test_the_log_tells_the_format_of_operands_that_do_not() -> None:
 )
 def test_silence_has_a_reason_and_confirms_nothing(about: LibraryLog, text: str) -> None:
     found = judge(BF16_CARD, ONE, dispatches("bf16", ONE), about=about)
-    assert {tuple(each.witnesses) for each in found.rows} == {("operands",)}
+    assert {tuple(each.witnesses) for each in found.rows} == {("operands", "kernels")}
     assert all(text in each.why for each in found.rows)
     nothing = judge(BF16_CARD, ONE, kernels=[Kernel("elementwise", 1.0)], about=about)
     assert {each.verdict for each in nothing.rows} == {"unproven"}
@@ -327,8 +345,8 @@ def test_bf16_that_no_cpu_library_takes_is_a_slow_path() -> None:
     fp32, bf16 = (recipe.verdict for recipe in report.recipes)
     assert fp32 is not None
     assert bf16 is not None
-    assert words.coverage(fp32) == "100% (operands+library)"
-    assert words.coverage(bf16) == "100% (operands)"
+    assert words.coverage(fp32) == "100% (operands+library+kernels)"
+    assert words.coverage(bf16) == "100% (operands+kernels)"
     assert fp32.slow_paths == ()
     assert bf16.slow_paths == (
         "neither oneDNN nor MKL ran 15 of the linear-layer GEMMs, PyTorch's own code did; "
