@@ -226,8 +226,15 @@ def _settle(
     inside = [i for i in members if demands[i].reachable]
     outside = [i for i in members if not demands[i].reachable]
     if not members:
-        asked_for = {demand.asked for demand in demands if demand.reachable}
-        return [product for product in products if not any(fits(operands, product.kind) for operands in asked_for)]
+        # A layer that nobody captured: what it ran in is as asked if it is what others are asked for in this role.
+        way = direction_of(key[1]) or key[2]
+        asked_for = {
+            demand.asked
+            for demand in demands
+            if demand.reachable and way in ("", direction_of(demand.role)) and key[1] in ("", demand.role)
+        }
+        enough = any if way else all
+        return [product for product in products if not enough(fits(asked, product.kind) for asked in asked_for)]
     due = {i: left[i].of(direction) for i in members}
     kinds = Counter(product.kind for product in products)
     learned = {product.kind for product in products if product.learned}

@@ -35,10 +35,11 @@ def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Fig
     inside = [row for row, reach in zip(rows, reachable, strict=True) if reach]
     whole = bool(inside) and all(row.verdict == "confirmed" for row in inside)
     gemms = f"{'TE' if told.te else 'linear'} GEMMs"
-    if coverage.value is None:
-        if whole and told.over:
-            return f"The captured {gemms} ran in {asked} ({_extent(inside)}). There are more: {coverage.reason}."
+    if coverage.value is None and not (told.over and inside):
         return f"What ran is not known: {coverage.reason}."
+    if coverage.value is None:
+        captured = f"ran in {asked} ({_extent(inside)})" if whole else f"did not all run as asked: {_odd(inside)}"
+        return f"The captured {gemms} {captured}. There are more: {coverage.reason}."
     outside = [row for row in rows if row.verdict == "outside"]
     tail = ""
     if outside:
@@ -53,13 +54,17 @@ def summary(rows: Sequence[VerdictRow], reachable: Sequence[bool], coverage: Fig
     alone = [row for row in inside if row.verdict == "unproven" and row.why.startswith(OPERANDS_ALONE)]
     if inside and len(alone) == len(inside):
         return f"By their operands alone, the {gemms} were given {asked}; no kernel of a timed step shows it.{tail}"
+    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {_odd(inside)}.{tail}"
+
+
+def _odd(rows: Sequence[VerdictRow]) -> str:
+    """What did not run as asked: the word, where, and the counts that do not balance."""
     kinds: dict[str, list[VerdictRow]] = {}
-    for row in inside:
+    for row in rows:
         if row.verdict != "confirmed":
             kinds.setdefault(row.verdict, []).append(row)
     said = "; ".join(f"{word.replace('_', ' ')} in {_places(found)}" for word, found in kinds.items())
-    because = _one_reason(inside)
-    return f"{_floor_percent(coverage.value)} of linear FLOPs ran as asked; {said}{because}.{tail}"
+    return f"{said}{_one_reason(rows)}"
 
 
 def _one_reason(rows: Sequence[VerdictRow]) -> str:

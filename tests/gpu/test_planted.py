@@ -86,6 +86,35 @@ class Transformer(nn.Module):
         return x
 
 
+class TwoPaths(nn.Module):
+    """A `te.Linear` whose compiled path multiplies by PyTorch instead, in whatever type its weight has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = te().Linear(HIDDEN, HIDDEN, bias=False, **BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(x, self.linear.weight)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class Compiled(nn.Module):
+    """Four layers, compiled one by one, and a head of PyTorch's."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(HIDDEN, 96, bias=False, dtype=torch.bfloat16, device="cuda")
+        for block in self.blocks:
+            block.compile()
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.gelu(block(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def open_session(
     folder: Path,
     model: nn.Module,
@@ -459,3 +488,28 @@ def test_nvtx_ranges_down_to_the_gemm_on_autograds_thread(tmp_path: Path, monkey
     for role in ("dgrad", "wgrad"):
         backward = [path for thread, path in domain.paths if path[-1] == f"gemm|{role}|blocks.1" and thread != main]
         assert backward == [("module|backward|blocks.1", f"gemm|{role}|blocks.1")] * 2  # of both recipes
+
+
+# -- compiled code ---------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_that_runs_no_fp8_is_named(tmp_path: Path) -> None:
+    report = profile(tmp_path, Compiled([TwoPaths() for _ in range(4)]), ["bf16", "fp8_current"])
+    found = verdict(report, "fp8_current")
+    inside = [row for row in found.rows if row.module != "head"]
+    assert {row.verdict for row in inside} == {"fallback"}, found.summary
+    assert {row.ran for row in inside} == {"bf16"}
+    assert found.te_coverage.value == 0.0
+    assert not found.summary.startswith("All ")
+    assert not any("faster" in sentence for sentence in report.headline[:1])
+    assert verdict(report, "bf16").te_coverage.value == pytest.approx(1.0), verdict(report, "bf16").summary
+
+
+def test_fp8_that_really_runs_in_compiled_code_is_confirmed(tmp_path: Path) -> None:
+    layers: list[nn.Module] = [te().Linear(HIDDEN, HIDDEN, bias=False, **BF16) for _ in range(4)]
+    report = profile(tmp_path, Compiled(layers), ["bf16", "fp8_current"])
+    for name in ("bf16", "fp8_current"):
+        found = verdict(report, name)
+        assert found.te_coverage.value == pytest.approx(1.0), (name, found.summary, found.rows[0].why)
+        assert found.summary.startswith("All ")
+        assert "ran compiled" in found.rows[0].why
