@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.ranks import Merged
+from lowprec_callback.analyze.reading import trace_is_whole, unexplained
 from lowprec_callback.analyze.slow_paths import Watched
 from lowprec_callback.analyze.traceview import KernelGroup, TraceView
 from lowprec_callback.recording import Clocks, Plan, Trace
@@ -55,8 +56,11 @@ class Case:
     def kernels(self, keep: Callable[[KernelGroup], bool]) -> Figure:
         """Time of some kernels a step, overlap not taken out [ms]; on a CPU scaled to the timed step.
 
-        Missing where no step was traced, and where the trace has none of them.
+        Missing where no step was traced, where the trace has none of them, and where it is not whole: a sum with a
+        missing term is itself missing.
         """
+        if (torn := self.torn) is not None:
+            return Figure.missing("ms", torn)
         groups = [group for view in self.views for group in view.groups if keep(group)]
         if not groups:
             why = "the trace shows none of its kernels" if self.views else "no traced step was recorded"
@@ -71,6 +75,29 @@ class Case:
     def launches(self, keep: Callable[[KernelGroup], bool] = lambda _: True) -> float:
         """Kernels a traced step."""
         return count(self.views, keep)
+
+    @property
+    def torn(self) -> str | None:
+        """Why the times of the traced steps' kernels do not count, if they do not; see `trace_is_whole`."""
+        ledger = self.part.ledger
+        if ledger is None or trace_is_whole(ledger):
+            return None
+        return f"the traced steps of {self.part.name} do not show all kernels as they ran in the timed ones"
+
+    @property
+    def no_layers(self) -> float:
+        """Matrix products in the ledger's bucket `gemm` that are no captured linear layer's [ms a step].
+
+        Convolutions, and what bears the name of another module. Products without a module are taken as a layer's:
+        backward and compiled code may not tell.
+        """
+        modules = {gemm.module for gemm in self.watched.gemms}
+
+        def foreign(group: KernelGroup) -> bool:
+            other = bool(modules) and bool(group.module) and group.module not in modules and not group.role
+            return group.bucket == "gemm" and (other or group.kernel.convolution)
+
+        return self.kernels(foreign).value or 0.0
 
     @property
     def stretch(self) -> float | None:
@@ -89,9 +116,16 @@ def count(views: Sequence[TraceView], keep: Callable[[KernelGroup], bool] = lamb
 
 
 def bucket(ledger: Ledger | None, name: str) -> float | None:
-    """Milliseconds of a bucket, where they are known."""
-    figure = ledger.buckets.get(name) if ledger is not None else None
+    """Milliseconds of a bucket, where they are known: an incomplete ledger knows none of them."""
+    if ledger is None or not ledger.complete:
+        return None
+    figure = ledger.buckets.get(name)
     return figure.value if figure is not None else None
+
+
+def stands_out(ledger: Ledger | None, ms: float) -> bool:
+    """Whether the ledger leaves less open (unknown work and the residual) than what a finding is about."""
+    return ledger is not None and unexplained(ledger) < ms
 
 
 def share(part: float | None, whole: float | None) -> float | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from lowprec_callback.analyze.finding_case import Case, bucket, ms_text, rests_on, share, some
+from lowprec_callback.analyze.finding_case import Case, bucket, ms_text, rests_on, share, some, stands_out
 from lowprec_callback.analyze.gemms import operation
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.reading import launch_bound
@@ -39,10 +39,11 @@ def find_no_gain(case: Case) -> list[Finding]:
     """Layers that lose by the recipe: their GEMMs are no faster in it, or quantization costs more than they save.
 
     For an operation, with calls c and benchmark times (kernel k, autocast a) in recipe r and baseline 0, summed over
-    its roles: it loses if sum c (a_r - a_0) > 0 with its whole interval. Where sum c (k_r - k_0) >= 0 too, the kernels
-    are to blame, else quantization. What is less than `LOSS` of the step in all, nobody gains by changing.
+    its roles: it loses if sum c (a_r - a_0) > 0 with its whole interval; one sample a side has none, and shows no loss.
+    Where sum c (k_r - k_0) >= 0 too, the kernels are to blame, else quantization. What is less than `LOSS` of the step
+    in all, nobody gains by changing; without a timed step nobody knows how much that is.
     """
-    if case.part.baseline:
+    if case.part.baseline or not case.wall:
         return []
     before = _by_operation(case.base.gemms)
     small: list[tuple[str, Figure]] = []
@@ -53,7 +54,7 @@ def find_no_gain(case: Case) -> list[Finding]:
             continue
         loss = _total(rows, "autocast_ms").minus(_total(before[key], "autocast_ms"))
         kernels = _total(rows, "kernel_ms").minus(_total(before[key], "kernel_ms"))
-        if loss.value is None or kernels.value is None or (loss.value if loss.low is None else loss.low) <= 0:
+        if loss.value is None or kernels.value is None or loss.low is None or loss.low <= 0:
             continue
         name, m, k, n = key
         bound = bound or any(row.launch_bound for row in (*rows, *before[key]))
@@ -69,7 +70,7 @@ def find_no_gain(case: Case) -> list[Finding]:
             continue
         members.sort(key=lambda item: -(item[1].value or 0.0))
         total = Figure.total([figure for _, figure in members], "ms")
-        if (total.value or 0.0) < LOSS * (case.part.step_ms.value or 0.0):
+        if (total.value or 0.0) < LOSS * case.wall:
             continue
         names = some([text.split(" ")[0] for text, _ in members])
         evidence = [text for text, _ in members[:6]]
@@ -166,8 +167,8 @@ def find_outside(case: Case) -> list[Finding]:
             case.found(
                 code,
                 ms,
-                f"{what} ({names}, {families}) runs in {case.part.name} under every recipe: {part:.1%} of the "
-                f"linear-layer FLOPs, {cost}.",
+                f"{what} ({names}, {families}) runs alike under every recipe, because none reaches it: {part:.1%} of "
+                f"the linear-layer FLOPs, {cost}.",
                 [rests_on(f"{names}: {part:.1%} of 2 M K N calls over all linear layers", ms)],
                 advice,
             )
@@ -187,7 +188,8 @@ def _is_head(gemm: Gemm) -> bool:
 def find_slower_in_step(case: Case) -> Finding | None:
     """The step's GEMM kernels take longer than the benchmark says: clock, or something that shares the GPU.
 
-    over = G - B, with G the ledger's GEMM bucket and B the kernel-only benchmark of the same calls.
+    over = G - B, with G the ledger's GEMM bucket, less the products in it that are no captured layer's, and B the
+    kernel-only benchmark of the same calls.
     """
     ledger, bench = case.part.ledger, case.part.gemm_kernel_ms
     if case.part.baseline or case.on_cpu or ledger is None or not bench.value or not case.wall:
@@ -195,8 +197,12 @@ def find_slower_in_step(case: Case) -> Finding | None:
     # Where the host sets the pace, the step does not get shorter by what the GPU no longer does.
     if launch_bound(case.part):
         return None
-    over = ledger.buckets["gemm"].minus(bench)
+    if not ledger.complete:
+        return None
+    over = Figure.total([ledger.buckets["gemm"], bench.scaled(-1.0), Figure(-case.no_layers, "ms")], "ms")
     if over.value is None or over.value < OVER_BENCH * bench.value or over.value < 0.01 * case.wall:
+        return None
+    if not stands_out(ledger, over.value):
         return None
     evidence = [
         rests_on(f"GEMM kernels {ms_text(over.value + bench.value)} in the step, {ms_text(bench.value)} on the bench")
@@ -220,15 +226,18 @@ def find_slower_in_step(case: Case) -> Finding | None:
             by_clock = min(bench.value * (case.bench_mhz / mhz - 1), over.value)
             reasons.append(f"the lower clock explains about {ms_text(by_clock)}")
             advice.append(_power_advice(case) or "The promise at the step's clock is lower by this much")
+    beside = "no communication was seen beside them"
     shared = bucket(ledger, "communication")
     collectives = case.kernels(lambda group: group.bucket == "communication")
     if collectives.value is not None and shared is not None and collectives.value > shared:
         hidden = collectives.value - shared
         evidence.append(rests_on(f"{ms_text(hidden)} of communication ran beside computation", collectives))
-        reasons.append("communication that runs beside them takes SMs and bandwidth")
-        advice.append("Leave collectives fewer SMs, or overlap them with something else")
+        beside = f"the communication beside them ({ms_text(hidden)}) is too short to explain it"
+        if hidden >= EXPLAINS * over.value:
+            reasons.append("communication that runs beside them takes SMs and bandwidth")
+            advice.append("Leave collectives fewer SMs, or overlap them with something else")
     known = "the clock does not explain it" if mhz and case.bench_mhz else "no clock was measured beside both"
-    told = f": {'; '.join(reasons)}" if reasons else f"; {known}, and no communication was seen beside them"
+    told = f": {'; '.join(reasons)}" if reasons else f"; {known}, and {beside}"
     return case.found(
         "gemm-slower-in-step",
         over,
@@ -289,6 +298,8 @@ def find_throttled(case: Case) -> Finding | None:
         return None
     words = list(dict.fromkeys(word for _, clock in slowed for word in clock.throttle if _SLOWED.search(word)))
     mhz, highest = _mhz(case), _number(case.environment.get("highest sm clock"))
+    if mhz is not None and highest and mhz > (1 - CLOCK) * highest:
+        return None  # whatever held it down, it ran at its highest clock
     gemm = bucket(case.part.ledger, "gemm")
     source = lines_of("clocks", (line for line, _ in slowed))
     ms = Figure.missing("ms", "the highest clock, or the GEMM time of the step, is not known")

@@ -147,6 +147,8 @@ def _starved(case: Case) -> Figure:
     ledger = case.part.ledger
     if ledger is None or case.on_cpu:
         return Figure.missing("ms", case.part.no_ledger or "nothing is launched on a CPU")
+    if case.torn is not None:
+        return Figure.missing("ms", case.torn)
     return ledger.idle_parts.get("launch-starved", Figure.missing("ms", ledger.idle_note or "idle is not split"))
 
 

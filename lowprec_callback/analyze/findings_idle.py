@@ -48,6 +48,8 @@ def idle_part(case: Case, cause: str) -> Figure:
     if ledger is None:
         return Figure.missing("ms", case.part.no_ledger or "no traced step was recorded")
     missing = Figure.missing("ms", ledger.idle_note or f"the idle time is not split into {cause} and others")
+    if case.torn is not None:
+        return Figure.missing("ms", case.torn)
     return ledger.idle_parts.get(cause, missing)
 
 
@@ -94,12 +96,11 @@ def find_data_wait(case: Case) -> Finding | None:
 def find_launch_bound(case: Case) -> Finding | None:
     """The host cannot launch the step's kernels faster."""
     part = case.part
-    if not launch_bound(part, case.on_cpu) or part.host_ms.value is None or not case.wall:
+    if not launch_bound(part, case.on_cpu) or part.host_ms.value is None or not case.wall or part.ledger is None:
         return None
-    idle = part.ledger.idle if part.ledger is not None else Figure.missing("ms", part.no_ledger or "no ledger")
-    beside = ""
+    idle, beside = part.ledger.idle, ""
     starved = idle_part(case, "launch-starved")
-    if idle.value is not None and starved.value is not None:
+    if starved.value is not None:
         # What the host spends on the batch, in waits or on other work is no launching: see the other findings.
         stall = stalled(case, starved)
         if stall.value is not None:
@@ -109,8 +110,8 @@ def find_launch_bound(case: Case) -> Finding | None:
         beside = _beside(case, stall)
         idle = starved
     evidence = [rests_on(f"host time of a step {ms_text(part.host_ms.value)} of {ms_text(case.wall)}", part.host_ms)]
-    if idle.value is not None:
-        evidence.append(rests_on(f"GPU idle {ms_text(idle.value)} a step{beside}", idle))
+    took = ms_text(idle.value or 0.0)
+    evidence.append(rests_on(f"GPU idle {took} a step{beside}", idle))
     kernels, optimizer = case.launches(), case.launches(lambda group: group.bucket == "optimizer")
     if kernels:
         evidence.append(f"{kernels:.0f} kernels and copies a step")
@@ -119,12 +120,11 @@ def find_launch_bound(case: Case) -> Finding | None:
     fused = any(FUSED_OPTIMIZER.search(g.name) for view in case.views for g in view.groups if g.bucket == "optimizer")
     if kernels and optimizer >= 0.1 * kernels and not fused:
         advice.append(f"or a fused optimizer ({optimizer:.0f} of {kernels:.0f} launches are the optimizer's)")
-    waits = f"the GPU is idle for {ms_text(idle.value)} of it" if idle.value is not None else "idle is not known"
     return case.found(
         "launch-bound",
         idle,
         f"The host needs {ms_text(part.host_ms.value)} to launch a step that takes {ms_text(case.wall)}; "
-        f"{waits}{beside}. Faster kernels cannot help.",
+        f"the GPU is idle for {took} of it{beside}. Faster kernels cannot help.",
         evidence,
         f"{advice[0][0].upper()}{', '.join(advice)[1:]}.",
     )

@@ -15,8 +15,12 @@ first and whose output features are one of the second (`lightning/fabric/plugins
 `_convert_layers`)."""
 
 
+FP8_FROM = (8, 9)
+"""Compute capability from which a GPU has FP8 tensor cores (Ada)."""
+
+
 def find_replaceable(case: Case) -> Finding | None:
-    """On a GPU: all linear layers are PyTorch's own, and Lightning's plugin would replace some of them.
+    """On a GPU that multiplies FP8: all linear layers are PyTorch's own, and Lightning's plugin would replace some.
 
     covered = (FLOPs of the GEMMs whose layer would be replaced) / (FLOPs of all linear-layer GEMMs).
     """
@@ -25,6 +29,9 @@ def find_replaceable(case: Case) -> Finding | None:
     if not case.part.baseline or case.te or case.on_cpu or not gemms or len(plain) < len(gemms):
         return None
     fitting = [gemm for gemm in plain if not gemm.k % INPUTS and not gemm.n % OUTPUTS]
+    capability = case.watched.compute_capability
+    if capability is None or capability < FP8_FROM:
+        return None  # the advice would not help: nothing below 16 bits runs there
     covered = share(math.fsum(_flops(gemm) for gemm in fitting), math.fsum(_flops(gemm) for gemm in plain))
     if not covered:
         return None

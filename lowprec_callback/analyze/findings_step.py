@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import re
 
-from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share, some
+from lowprec_callback.analyze.finding_case import Case, bucket, count, ms_text, rests_on, share, some, stands_out
 from lowprec_callback.analyze.findings_idle import FUSED_OPTIMIZER
 from lowprec_callback.analyze.gap import GEMMS, QUANTIZING, SLOWER
 from lowprec_callback.analyze.gemms import operation
-from lowprec_callback.analyze.reading import launch_bound
-from lowprec_callback.analyze.slow_paths import UNFUSED, unfused_attention
+from lowprec_callback.analyze.numerics import DOUBTFUL
+from lowprec_callback.analyze.provenance import lines_of
+from lowprec_callback.analyze.reading import launch_bound, proof, unexplained
+from lowprec_callback.analyze.slow_paths import UNFUSED, attention_is_seen, unfused_attention
 from lowprec_callback.analyze.statistics import is_different
 from lowprec_callback.analyze.traceview import KernelGroup
-from lowprec_callback.report import QUANTIZATION, Figure, Finding, RecipeReport
+from lowprec_callback.recording import AttentionBackend
+from lowprec_callback.report import QUANTIZATION, Figure, Finding, Ledger, RecipeReport
 
 EXPOSED = 0.02
 OPTIMIZER = 0.10
@@ -29,6 +32,12 @@ CASTS = 0.02
 
 _TO_BF16 = re.compile(r"\bbfloat16_copy_kernel_cuda\b")
 """PyTorch's kernel that converts FP32 to BF16; a copy within one type has another name (ATen, cuda/Copy.cu)."""
+
+LONGER = 1.001
+"""By which factor another kind of time must be longer than what dominates; the two sums are rounded apart."""
+
+_SOFTMAX = re.compile(r"(?i)softmax")
+_LOSS = re.compile(r"(?i)log_?softmax|nll|cross_?entropy|loss|_ce_")
 
 NOISY = 0.01
 """Half-width of a speedup that shows no difference, from which it is noise; below, the two steps are equally fast."""
@@ -50,7 +59,7 @@ def find_communication(case: Case) -> Finding | None:
     ledger = case.part.ledger
     ms = bucket(ledger, "communication")
     part = share(ms, case.wall)
-    if ledger is None or ms is None or part is None or part < EXPOSED:
+    if ledger is None or ms is None or part is None or part < EXPOSED or not stands_out(ledger, ms):
         return None
     figure = ledger.buckets["communication"]
 
@@ -66,7 +75,7 @@ def find_communication(case: Case) -> Finding | None:
         "Overlap it with backward (larger or fewer buckets, prefetch of shards), or send less: more micro-batches a "
     )
     advice += "step."
-    more = calls - before
+    more = calls - before if case.base.ledger is not None and case.base.ledger.complete else 0.0
     card = case.watched.card
     if case.base_views and not case.part.baseline and more >= 1:
         evidence.append(f"{case.base.name} has {before:.0f}: {more:.0f} more here")
@@ -88,6 +97,8 @@ def find_optimizer(case: Case) -> Finding | None:
     part = share(ms, case.wall)
     if not case.part.baseline or ledger is None or ms is None or part is None or part < OPTIMIZER:
         return None
+    if not stands_out(ledger, ms):
+        return None
     groups = [group for view in case.views for group in view.groups if group.bucket == "optimizer"]
     launches = case.launches(lambda group: group.bucket == "optimizer")
     fused = any(FUSED_OPTIMIZER.search(group.name) for group in groups)
@@ -108,6 +119,8 @@ def find_blind(case: Case) -> Finding | None:
     """A bucket that no recipe reaches dominates the baseline's step: the ceiling is Amdahl's.
 
     ceiling = wall / (wall - G), with G the GEMM bucket: the step's speedup if linear layers took no time at all.
+    Nothing dominates a step whose ledger is incomplete, or leaves as much open as the bucket or the GEMMs take; nor one
+    in which the GPU is idle, or another bucket runs, for longer.
     """
     ledger, wall = case.part.ledger, case.wall
     gemm = bucket(ledger, "gemm")
@@ -117,11 +130,14 @@ def find_blind(case: Case) -> Finding | None:
         return None  # idle dominates, and a GPU that does less has more of it
     known = {name: ms for name in BLIND_ADVICE if (ms := bucket(ledger, name)) is not None}
     name = max(known, key=lambda each: known[each], default=None)
-    if name is None or known[name] <= 0 or (known[name] < gemm and known[name] < BLIND * wall):
+    if name is None or known[name] < EXPOSED * wall or (known[name] < gemm and known[name] < BLIND * wall):
         return None
-    if known[name] < EXPOSED * wall or (name == "attention" and unfused_attention(case.views) and not case.on_cpu):
-        return None  # neither is large; or the advice is to fuse it, which `find_unfused` gives
     ms, ceiling = known[name], wall / (wall - gemm)
+    no_layers = case.no_layers
+    if unexplained(ledger) + no_layers >= min(ms, gemm - no_layers) or _largest_other(ledger) > LONGER * ms:
+        return None
+    if not _is_what_it_is_called(case, name):
+        return None
     figures = (ledger.buckets[name], ledger.buckets["gemm"])
     return case.found(
         f"{name}-dominates",
@@ -131,6 +147,34 @@ def find_blind(case: Case) -> Finding | None:
         [rests_on(f"{name} {ms_text(ms)}, gemm {ms_text(gemm)} of {ms_text(wall)}", *figures)],
         f"{BLIND_ADVICE[name]}.",
     )
+
+
+def _largest_other(ledger: Ledger) -> float:
+    """The longest of what is neither a GEMM nor in `BLIND_ADVICE`: idle time, optimizer, communication, ... [ms]."""
+    others = [figure for name, figure in ledger.buckets.items() if name != "gemm" and name not in BLIND_ADVICE]
+    return max((figure.value or 0.0 for figure in (ledger.idle, *others)), default=0.0)
+
+
+def _is_what_it_is_called(case: Case, name: str) -> bool:
+    """Whether the traced steps show that most of a bucket is what its name says.
+
+    Batched products and a softmax may belong to something else than attention, and a softmax to something else than a
+    loss. Of unfused attention `find_unfused` tells, whose advice is to fuse it.
+    """
+    if name == "attention":
+        if not case.on_cpu and (unfused_attention(case.views) is not None or _chosen_unfused(case) is not None):
+            return False
+        return not case.views or attention_is_seen(case.views)
+    if name == "loss":
+        groups = [group for view in case.views for group in view.groups if group.bucket == "loss"]
+        vague = [g for g in groups if _SOFTMAX.search(g.name) and not g.op and not _LOSS.search(g.name)]
+        return 2 * math.fsum(group.ms for group in vague) <= math.fsum(group.ms for group in groups)
+    return True
+
+
+def _chosen_unfused(case: Case) -> AttentionBackend | None:
+    """Transformer Engine's own word that it ran attention unfused."""
+    return next((fact for fact in case.watched.backends if fact.backend.startswith(UNFUSED)), None)
 
 
 def find_casts(case: Case) -> Finding | None:
@@ -161,15 +205,19 @@ def find_casts(case: Case) -> Finding | None:
 
 
 def find_unfused(case: Case) -> Finding | None:
-    """Attention ran as batched products and a softmax."""
+    """Attention ran as batched products around a softmax (see `unfused_attention`), or TE says that it did."""
     if case.on_cpu:
         return None
-    seen = unfused_attention(case.views)
-    chosen = next((fact for fact in case.watched.backends if fact.backend.startswith(UNFUSED)), None)
+    seen, chosen = unfused_attention(case.views), _chosen_unfused(case)
     if seen is None and chosen is None:
         return None
-    ms = case.kernels(lambda group: group.bucket == "attention")
-    evidence = [rests_on(seen[1], ms)] if seen else []
+    ms = Figure.missing("ms", case.torn or "the trace shows none of its kernels")
+    if not case.views:
+        ms = Figure.missing("ms", "no traced step was recorded")
+    elif seen is not None and case.torn is None:
+        facts = lines_of("trace", (view.line for view in case.views))
+        ms = Figure(seen.ms, "ms", "measured", n=len(case.views), facts=facts)
+    evidence = [rests_on(seen.text, ms)] if seen is not None else []
     advice = "Use a fused attention (torch's scaled_dot_product_attention, te.DotProductAttention)."
     if chosen is not None:
         evidence.append(f"Transformer Engine chose {chosen.backend}")
@@ -184,7 +232,7 @@ def find_unfused(case: Case) -> Finding | None:
             advice += " It sees a cuDNN that is too old: let it load the one that torch ships."
     elif case.te:
         advice += " With Transformer Engine's, NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 makes it print its choice and why."
-    cost = f"{ms_text(ms.value)} a step" if ms.value is not None else "what it costs was not traced"
+    cost = f"{ms_text(ms.value)} a step" if ms.value is not None else f"what it costs is not known ({ms.reason})"
     return case.found("attention-unfused", ms, f"Attention ran unfused: {cost}.", evidence, advice)
 
 
@@ -224,6 +272,8 @@ def find_quantization(case: Case) -> Finding | None:
     The saving is that of the step, G_0 - G_r (the ledger's GEMM buckets), and the cost the gap's quantization term.
     """
     gap = case.part.gap
+    if any(each.ledger is not None and not each.ledger.complete for each in (case.part, case.base)):
+        return None
     # Where the host sets the pace, the step does not get shorter by what the GPU no longer does.
     if gap is None or not gap.terms or launch_bound(case.part, case.on_cpu):
         return None
@@ -234,6 +284,8 @@ def find_quantization(case: Case) -> Finding | None:
         return None
     saving = -math.fsum(value for value in saved if value is not None)
     if not case.wall or cost.value < EXPOSED * case.wall or cost.value < EATEN * max(saving, 0.0):
+        return None
+    if any(each.ledger is not None and unexplained(each.ledger) >= cost.value for each in (case.part, case.base)):
         return None
     taken = f"of the {ms_text(saving)} that its GEMMs save" if saving > 0 else "while its GEMMs save nothing"
     ledger = case.part.ledger
@@ -249,6 +301,8 @@ def find_quantization(case: Case) -> Finding | None:
         and case.part.step_ms.low is not None
         and other.step_ms.high < case.part.step_ms.low
         and _quantizing(other) < cost.value
+        and proof(other).shown
+        and (other.guard is None or other.guard.state not in DOUBTFUL)
     ]
     if faster:
         best = min(faster, key=lambda other: other.step_ms.value or math.inf)

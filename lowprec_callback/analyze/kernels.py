@@ -13,6 +13,8 @@ The order of the rules is the point, because names mislead:
 | `matmul_fp8_detail::cast_...`       | a GEMM          | a cast: only the function's own name counts       |
 | `multi_tensor_apply_kernel<...`     | the optimizer   | that, or TE's scale update: the functor decides   |
 | `unary_kernel<..., identity, ...`   | an activation   | a cast; with `gelu` it is the activation          |
+| `sm100_fp8_fp4_gemm_1d1d_impl<...`  | FP8 x FP4       | that, or FP8 x FP8: its type arguments decide     |
+| `cutlass_tensorop_s1688fprop_...`   | a GEMM          | a convolution: `gemm`, marked as one              |
 
 So the rules run: Hadamard, communication, attention, optimizer, scale, norm, fused activation, amax,
 quantize, loss, GEMM (`gemm_names`), then what is left. Each is a row of `BEFORE_GEMM` or `AFTER_GEMM`, with
@@ -50,7 +52,7 @@ class KernelClass:
     bucket: str
     """One of `report.BUCKETS`."""
     operands: tuple[str, str] | None
-    """GEMMs: formats of (A, B), such as ("e4m3", "e5m2"). None when the name does not say, and else."""
+    """GEMMs: formats of (A, B), such as ("e4m3", "e5m2"). None when the name does not say both, and else."""
     scaling: str | None
     """GEMMs: none, tensor, outer-vec, block-128, mx-32, nvfp4-16. None when the name does not say."""
     layout: str | None
@@ -62,25 +64,34 @@ class KernelClass:
     CPU an operator that calls the one that multiplies (`aten::linear`, `AddmmBackward0`)."""
     alarms: tuple[str, ...] = ()
     """Slow or emulated paths that the name gives away."""
+    convolution: bool = False
+    """A convolution, or a kernel that belongs to one. Its bucket is `gemm`, for it is a product on the tensor cores,
+    but it is no linear layer's: a verdict on linear layers, or an inference from their kernels, leaves it out."""
 
     @property
     def precision(self) -> str:
-        """The GEMM's precision as one word, or "unknown".
+        """The GEMM's precision: one word, a mixture (`e4m3 x e2m1`, in the order of the operands), or "unknown".
 
         FP8 per tensor, FP8 in blocks and MXFP8 share their operands, so an FP8 or FP4 operand without a known
-        scaling is unknown. So is a mixture that no recipe asks for; `operands` still names it.
+        scaling is unknown, and so is a format of no recipe (FP6, MXFP4). E4M3 x E5M2 is no mixture but FP8 as
+        HYBRID recipes ask for it. A mixture equals no single-format word, so nothing that asks for one is
+        satisfied by it.
         """
         if self.operands is None:
             return "unknown"
         formats = frozenset(self.operands)
         if formats <= {"e4m3", "e5m2"}:
             return _FP8_WORDS.get(self.scaling or "", "unknown")
+        if len(formats) > 1:
+            return " x ".join(self.operands)
         if formats == {"e2m1"}:
             return "nvfp4" if self.scaling == "nvfp4-16" else "unknown"
-        return self.operands[0] if len(formats) == 1 else "unknown"
+        return self.operands[0] if formats <= _WIDE else "unknown"
 
 
 _FP8_WORDS = {"tensor": "fp8", "outer-vec": "fp8", "block-128": "fp8-block", "mx-32": "mxfp8"}
+_WIDE = frozenset({"bf16", "fp16", "fp32", "tf32", "fp64", "int8"})
+"""Formats whose name is also the word for a product of two of them."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +161,8 @@ BEFORE_GEMM: tuple[Rule, ...] = (
     _name(
         "scale",
         r"amax_and_scale_update_impl|compute_scale_from_amax|update_tensor_scale_inv|nvfp4_scale_transpose"
-        r"|nvfp4_(?:compute|per_tensor)\w*_scale|compute_nvfp4\w*_scale",
-        "computes or updates scale factors",
+        r"|nvfp4_(?:compute|per_tensor|expand|fused|multi_tensor_fused)\w*_?scale|compute_nvfp4\w*_scale",
+        "computes, updates or converts scale factors",
     ),
     _function(
         "norm",
@@ -212,8 +223,9 @@ AFTER_GEMM: tuple[Rule, ...] = (
     ),
     _name(
         "elementwise",
-        r"elementwise|reduce_kernel|CatArray|rotary|rope_|(?:nchwToNhwc|nhwcToNchw)Kernel",
-        "element by element, a reduction or a rearrangement",
+        r"elementwise|reduce_kernel|CatArray|rotary|rope_|(?:nchwToNhwc|nhwcToNchw)Kernel|^batched_transpose_"
+        r"|^transpose_(?:NCHW2CNHW|CNHW2NCHW)|^SubTensorOpWith",
+        "element by element, a reduction or a rearrangement, also around convolutions",
     ),
     _name(
         "elementwise",
@@ -296,7 +308,9 @@ def classify(name: str) -> KernelClass:
         return found
     gemm = gemm_names.decode(plain)
     if gemm:
-        return KernelClass("gemm", gemm.operands, gemm.scaling, gemm.layout, gemm.rule, gemm.helper)
+        return KernelClass(
+            "gemm", gemm.operands, gemm.scaling, gemm.layout, gemm.rule, gemm.helper, convolution=gemm.convolution
+        )
     return _first(AFTER_GEMM, plain, function) or _class("other", "no rule knows this name")
 
 
@@ -304,7 +318,8 @@ def _operator(name: str) -> KernelClass:
     bucket, what = operator_names.bucket(name), operator_names.operation(name)
     rule = f"framework operator or range: {what!r}"
     helper = bucket == "gemm" and operator_names.is_wrapper(name)
-    return KernelClass(bucket, None, None, None, rule, gemm_helper=helper)
+    convolution = operator_names.is_convolution(name)
+    return KernelClass(bucket, None, None, None, rule, gemm_helper=helper, convolution=convolution)
 
 
 def _first(rules: tuple[Rule, ...], name: str, function: str) -> KernelClass | None:

@@ -26,6 +26,9 @@ _RANGES = re.compile(
 )
 """Ranges that enclose work of all kinds; their own time belongs to no bucket."""
 
+CONVOLUTION = r"(?:\w+_)?(?:convolution\w*|conv_?(?:transpose|depthwise)?[123]d)(?:_\w+)?"
+"""`conv2d`, `cudnn_convolution`, `mkldnn_convolution_transpose`, `thnn_conv2d`, ..."""
+
 OPERATORS: tuple[tuple[str, str], ...] = (
     ("optimizer", r"_?fused_(?:adamw?|sgd|adagrad)|_?foreach_\w+|_?amp_\w+"),
     ("loss", r"nll_loss\w*|\w*cross_entropy\w*|log_softmax|\w+_loss|kl_div"),
@@ -36,6 +39,8 @@ OPERATORS: tuple[tuple[str, str], ...] = (
         r"addmm\w*|b?mm|baddbmm|addbmm|matmul|(?:mkldnn_|mkl_)?linear(?:_pointwise)?|addmv|mv|v?dot|addr"
         r"|(?:scaled|int|grouped|scaled_grouped)_mm",
     ),
+    # Products on the same units, but of no linear layer: `is_convolution` tells them apart.
+    ("gemm", CONVOLUTION),
     ("norm", r"\w*(?:layer|rms|batch|group|instance)_norm"),
     (
         "activation",
@@ -58,6 +63,7 @@ OPERATORS: tuple[tuple[str, str], ...] = (
 """(bucket, pattern of the whole operation), in order. What is not listed (views, allocation) is `other`."""
 
 _PATTERNS = tuple((bucket, re.compile(pattern)) for bucket, pattern in OPERATORS)
+_CONVOLUTION = re.compile(CONVOLUTION)
 # `_forward` and the like name a direction or a device, not another operation.
 _DIRECTION = re.compile(r"(?:_(?:forward|backward|data|dense|for_cpu|nd|default)|\.\w+)+$")
 
@@ -88,7 +94,13 @@ def operation(name: str) -> str:
 def is_wrapper(name: str) -> bool:
     """Whether an operator leaves the work to others that it calls, so that its own time is only overhead."""
     node = name.startswith(ENGINE) or _NODE.fullmatch(name) is not None
-    return node or operation(name) in ("linear", "matmul")
+    return node or re.fullmatch(r"linear|matmul|conv[123]d", operation(name)) is not None
+
+
+@cache
+def is_convolution(name: str) -> bool:
+    """Whether an operator or node is a convolution, which no linear layer calls."""
+    return _CONVOLUTION.fullmatch(operation(name)) is not None
 
 
 @cache

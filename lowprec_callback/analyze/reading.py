@@ -1,19 +1,30 @@
 """The sentences: verdict first, the reason second, each with the numbers that it rests on.
 
-A sentence whose number is not known says why instead; none ever prints a number that is not there.
+A sentence whose number is not known says why instead; none ever prints a number that is not there. And none says more
+than its evidence: no speed is praised of a recipe that is not shown to have run (`proof`), no cause is named from a
+ledger that is incomplete, and nothing is read from a difference that the timed steps do not show. docs/findings.md
+lists what each sentence needs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lowprec_callback.analyze.gap import RESIDUAL
+from lowprec_callback.analyze.ledger import OTHER_LIMIT, OTHER_LIMIT_CPU, RESIDUAL_LIMIT
 from lowprec_callback.analyze.statistics import is_different
-from lowprec_callback.report import Figure, RecipeReport
+from lowprec_callback.report import Figure, KernelRow, Ledger, RecipeReport, VerdictRow
+
+SHOWN = 0.5
+"""Share of what a recipe can reach that must be shown to have run as asked before its speed is called its own."""
+
+MOST = 0.5
+"""Share of the GEMM calls that must be launch-bound before launching is the reason for what the benchmark says."""
 
 HOST_ALONE = 0.90
-"""Host time over step time from which a step is launch-bound, if the GPU is known to wait or nothing is
-known of it."""
+"""Host time over step time from which a step is launch-bound, if the GPU is known to wait at all."""
 
 HOST_WITH_IDLE, IDLE_HIGH = 0.75, 0.25
 """A smaller share of host time suffices where the GPU is idle for more than a quarter of the step."""
@@ -60,9 +71,77 @@ class Scene:
         )
 
     @property
+    def candidates(self) -> tuple[RecipeReport, ...]:
+        """Those of them that are shown to have run; all of them where none is."""
+        shown = tuple(part for part in self.measured if proof(part).shown)
+        return shown or self.measured
+
+    @property
     def best(self) -> RecipeReport | None:
-        """The fastest of them."""
-        return max(self.measured, key=_step_speedup, default=None)
+        """The fastest of the candidates."""
+        return max(self.candidates, key=_step_speedup, default=None)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether a recipe is shown to have run, by its verdict."""
+
+    why_not: str
+    """What is not shown, as a sentence; empty if the recipe is shown to have run."""
+    part: str = ""
+    """`93.8% of its linear FLOPs`: what ran as asked, where that is not all that the recipe can reach."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the recipe's steps may be called the recipe's."""
+        return not self.why_not
+
+
+def proof(part: RecipeReport) -> Proof:
+    """What a recipe's verdict shows.
+
+    Shown means: of what a recipe can reach, at least `SHOWN` is confirmed (by FLOPs; in a capture, which knows no
+    shapes, by kernel time), and not most of its rows are unproven. A verdict without any coverage watched nothing.
+    """
+    verdict = part.verdict
+    if verdict is None:
+        return Proof("what ran was not watched.")
+    rows: Sequence[VerdictRow | KernelRow] = verdict.rows
+    share, whole, of = verdict.te_coverage.value, verdict.coverage.value, "linear FLOPs"
+    if verdict.kernels and not verdict.rows:
+        rows, of = verdict.kernels, "GEMM kernel time"
+        share = whole = _confirmed_time(verdict.kernels)
+    inside = [row for row in rows if row.verdict != "outside"]
+    unproven = sum(row.verdict == "unproven" for row in inside)
+    if whole is None and not verdict.kernels and not any(row.witnesses for row in verdict.rows):
+        return Proof(f"what ran was not watched ({verdict.coverage.reason}).")
+    if share is None or share < SHOWN or 2 * unproven > len(inside):
+        return Proof(verdict.summary)
+    if share >= 1 and not any(row.verdict == "fallback" for row in inside):
+        return Proof("")
+    return Proof("", f"{_percent(share if whole is None else whole)} of its {of}")
+
+
+def _confirmed_time(rows: Sequence[KernelRow]) -> float | None:
+    """Share of the linear layers' GEMM kernel time whose kernels are those that the recipe asks for."""
+    inside = [row for row in rows if row.verdict != "outside"]
+    total = math.fsum(row.ms for row in inside)
+    if total <= 0:
+        return None
+    return min(1.0, math.fsum(row.ms for row in inside if row.verdict == "confirmed") / total)
+
+
+def _baseline_fell(base: RecipeReport) -> bool:
+    """Whether most of the baseline is not shown to have run as asked: "faster" would be faster than nobody knows what.
+
+    What the model itself decides (FP16 layers, a region that it switches off) counts as asked for.
+    """
+    verdict = base.verdict
+    if verdict is None or verdict.coverage.value is None or not verdict.rows:
+        return False
+    total = math.fsum(row.share for row in verdict.rows)
+    meant = math.fsum(row.share for row in verdict.rows if row.verdict in ("confirmed", "by_request", "outside"))
+    return total > 0 and meant < SHOWN * total
 
 
 def headline(scene: Scene) -> tuple[str, ...]:
@@ -76,22 +155,31 @@ def headline(scene: Scene) -> tuple[str, ...]:
         for name, why in scene.doubts.items()
         if name not in scene.void
     ]
-    best = scene.best
-    fallback = _fallbacks(scene)
-    if best is None:
-        sentences += [_nothing_measured(scene), *fallback]
-        if scene.imported and scene.baseline.verdict is not None and not scene.others:
-            sentences = [scene.baseline.verdict.summary, *sentences]
-    else:
-        first, *rest = _about_best(best, scene)
-        sentences += [first, *fallback, *rest]
-        if best.verdict is not None and not any(best.name in text for text in fallback):
-            sentences.append(best.verdict.summary)
+    sentences += _verdict_first(scene)
     if scene.interrupted:
         sentences.append(scene.interrupted)
     if scene.imported:
         sentences.append("All steps were timed with the profiler attached, which slows the host.")
     return tuple(sentences)
+
+
+def _verdict_first(scene: Scene) -> list[str]:
+    """The best recipe, as far as it is shown to have run, and what did not run as asked."""
+    best = scene.best
+    if best is None:
+        told = [_nothing_measured(scene), *_fallbacks(scene)]
+        alone = scene.imported and not scene.others
+        return [scene.baseline.verdict.summary, *told] if alone and scene.baseline.verdict is not None else told
+    if not proof(best).shown:
+        return [_not_shown(best, scene), *_fallbacks(scene, besides=[best])]
+    faster = [part for part in scene.measured if _step_speedup(part) > _step_speedup(best)]
+    unshown = [part for part in faster if not proof(part).shown]
+    fallback = _fallbacks(scene, besides=unshown)
+    first, *rest = [_against_unshown(best, scene)] if _baseline_fell(scene.baseline) else _about_best(best, scene)
+    told = [first, *fallback, *rest]
+    if best.verdict is not None and not any(text.startswith(_not_asked(best)) for text in fallback):
+        told.append(best.verdict.summary)
+    return [*told, *(_not_shown(part, scene) for part in unshown)]
 
 
 def reading(scene: Scene) -> tuple[str, ...]:
@@ -106,24 +194,78 @@ def reading(scene: Scene) -> tuple[str, ...]:
 def launch_bound(part: RecipeReport, on_cpu: bool = False) -> bool:
     """Whether the host, not the GPU, sets the pace of this recipe's step.
 
-    True if host / step >= 0.90, or if host / step >= 0.75 and idle / step > 0.25; but never where the
-    ledger shows idle / step < 0.10. host: launching one step from an idle GPU [ms]; step: timed median [ms]."""
-    if on_cpu or part.host_ms.value is None or not part.step_ms.value:
-        return False
-    host = part.host_ms.value / part.step_ms.value
+    True if idle / step >= 0.10, and host / step >= 0.90, or >= 0.75 where idle / step > 0.25. host: launching one step
+    from an idle GPU [ms]; step: timed median [ms]. Without a ledger whose idle time counts, nobody knows: a host that
+    waits for the GPU in each step (for a value that it logs, say) takes as long as the step too."""
     idle = idle_share(part)
-    if idle is None:
-        return host >= HOST_ALONE
-    if idle < IDLE_LOW:
+    host = _host_share(part)
+    if on_cpu or host is None or idle is None or idle < IDLE_LOW:
         return False
     return host >= HOST_ALONE or (idle > IDLE_HIGH and host >= HOST_WITH_IDLE)
 
 
-def idle_share(part: RecipeReport) -> float | None:
-    """idle / wall of a recipe's ledger [1], where there is one."""
-    if part.ledger is None or not part.ledger.wall.value or part.ledger.idle.value is None:
+def _host_share(part: RecipeReport) -> float | None:
+    """host / step [1]: how much of the timed step the host needs to launch one."""
+    if part.host_ms.value is None or not part.step_ms.value:
         return None
-    return part.ledger.idle.value / part.ledger.wall.value
+    return part.host_ms.value / part.step_ms.value
+
+
+def idle_share(part: RecipeReport) -> float | None:
+    """idle / wall of a recipe's ledger [1], where there is one and its trace is whole."""
+    ledger = part.ledger
+    if ledger is None or not ledger.wall.value or ledger.idle.value is None or not trace_is_whole(ledger):
+        return None
+    return ledger.idle.value / ledger.wall.value
+
+
+def trace_is_whole(ledger: Ledger) -> bool:
+    """Whether the traced steps show all kernels, at the speed that they have in a timed step.
+
+    So it is of a complete ledger, and of one that complains of nothing but work of unknown kind: such a kernel is busy
+    all the same, so what it takes is no idle time. Where kernels are missing, or took longer than in the timed step,
+    neither idle time nor any kernel's time counts.
+    """
+    if ledger.complete:
+        return True
+    wall, other, residual = ledger.wall.value, ledger.buckets["other"].value, ledger.residual.value
+    if not wall or other is None or residual is None or abs(residual) > RESIDUAL_LIMIT * wall:
+        return False
+    on_cpu = ledger.busy.origin == "estimated"
+    unknown = other > (OTHER_LIMIT_CPU if on_cpu else OTHER_LIMIT) * wall
+    return unknown and len(ledger.complaints) == 1
+
+
+def unexplained(ledger: Ledger) -> float:
+    """|residual| + the bucket `other` [ms]: time that may be of any kind; infinity where it is not known."""
+    other, residual = ledger.buckets["other"].value, ledger.residual.value
+    return math.inf if other is None or residual is None else other + abs(residual)
+
+
+def other_products(base: RecipeReport) -> float:
+    """Products in the ledger's bucket `gemm` under the name of a module that is no captured linear layer [ms].
+
+    Convolutions mostly: they run on the same units, and no recipe reaches them."""
+    layers = {row.operation for row in base.gemms}
+    places = base.ledger.places if base.ledger is not None and layers else ()
+    found = (
+        place.ms.value or 0.0 for place in places if place.bucket == "gemm" and place.operation not in {*layers, ""}
+    )
+    return math.fsum(found)
+
+
+def _no_amdahl(base: RecipeReport) -> str | None:
+    """Why the GEMM time of the baseline's step, which Amdahl's ceiling rests on, is not known."""
+    if _doubtful(base.ledger):
+        return f"the ledger of {base.name} is incomplete"
+    if base.ledger is not None and other_products(base) > OTHER_LIMIT * (base.ledger.wall.value or 0.0):
+        return f"{_ms(other_products(base))} ms of the products in the {base.name} step are no linear layer's"
+    return None
+
+
+def _doubtful(ledger: Ledger | None) -> bool:
+    """Whether there is a ledger that names no cause, because it is incomplete."""
+    return ledger is not None and not ledger.complete
 
 
 def _step_speedup(part: RecipeReport) -> float:
@@ -160,36 +302,74 @@ def _about_best(best: RecipeReport, scene: Scene) -> list[str]:
     change = _change(scene.baseline, best)
     different = is_different(step.low, step.high)
     bound = launch_bound(best, scene.on_cpu)
+    shown = proof(best).part
+    much = f", with {shown} {_in(best)}" if shown else ""
     sentences: list[str] = []
     if different is None:
         sentences.append(
-            f"{best.name} ran a step at {_x(value)} of the speed of {scene.baseline.name} ({change}), but "
+            f"{best.name} ran a step at {_x(value)} of the speed of {scene.baseline.name} ({change}){much}, but "
             f"one step a side has no spread: it shows neither a gain nor a loss."
         )
     elif not different:
         assert step.low is not None
         assert step.high is not None
         first = (
-            f"Launch-bound, so {_subject(scene.measured)} does not make this step faster"
+            f"Launch-bound, so {_subject(scene)} does not make this step faster"
             if bound
             else f"No difference that these {step.n} steps can show"
         )
         sentences.append(
-            f"{first}: {best.name} {_x(value)} ({change}; 95% interval {_x(step.low)} to {_x(step.high)})."
+            f"{first}: {best.name} {_x(value)} ({change}; 95% interval {_x(step.low)} to {_x(step.high)}){much}."
         )
     elif value > 1:
-        sentences.append(f"{best.name} makes a step {_x(value)} faster ({change}).")
+        sentences.append(f"{best.name} makes a step {_x(value)} faster ({change}){much}.")
     else:
-        which = f" with {best.name}, the best of {len(scene.measured)}" if len(scene.measured) > 1 else ""
-        sentences.append(f"{_subject(scene.measured)} makes this step slower: {_x(value)} ({change}){which}.")
+        count = len(scene.candidates)
+        which = f" with {best.name}, the best of {count}" if count > 1 else ""
+        sentences.append(f"{_subject(scene)} makes this step slower: {_x(value)} ({change}){which}{much}.")
     if bound:
         sentences.append(_launch(best, scene.baseline))
+    elif not scene.on_cpu and idle_share(best) is None and (_host_share(best) or 0.0) >= HOST_ALONE:
+        sentences.append(_launch_unknown(best))
     if different and value > 1:
-        sentences.append(_promise(best, scene.on_cpu))
+        sentences.append(_promise(best, scene))
     elif not bound:
-        costs = _costs(best)
-        sentences.append(f"{_promise(best, scene.on_cpu)}{f' What the step pays: {costs}.' if costs else ''}")
+        costs = _costs(best, scene.baseline) if different is not None else ""
+        sentences.append(f"{_promise(best, scene)}{f' What the step pays: {costs}.' if costs else ''}")
     return sentences
+
+
+def _in(part: RecipeReport) -> str:
+    """`in FP8`; of a recipe whose name tells no format `as asked`."""
+    family = _family(part.name)
+    return f"in {family}" if family != part.name else "as asked"
+
+
+def _took(part: RecipeReport, base: RecipeReport) -> str:
+    """`0.60 of bf16's time (804.2 -> 508.0 ms)`, and what the steps cannot show."""
+    assert part.speedups is not None
+    step = part.speedups.step
+    text = f"{1 / _step_speedup(part):.2f} of {base.name}'s time ({_change(base, part)}"
+    different = is_different(step.low, step.high)
+    if different is None:
+        return f"{text}; one step a side has no spread)"
+    return f"{text})" if different else f"{text}; no difference that these {step.n} steps can show)"
+
+
+def _not_shown(part: RecipeReport, scene: Scene) -> str:
+    """What is not shown comes first, then the time that the steps took."""
+    took = _took(part, scene.baseline)
+    return f"{part.name} is not shown to have run: {proof(part).why_not} Its steps took {took}, whatever they ran in."
+
+
+def _against_unshown(part: RecipeReport, scene: Scene) -> str:
+    """Where it is the baseline that is not shown to have run."""
+    base = scene.baseline
+    assert base.verdict is not None
+    return (
+        f"{base.name} is not shown to have run: {base.verdict.summary} The steps of {part.name} took "
+        f"{_took(part, base)}, whatever {base.name}'s ran in."
+    )
 
 
 def _change(base: RecipeReport, part: RecipeReport) -> str:
@@ -211,8 +391,19 @@ def _launch(part: RecipeReport, base: RecipeReport) -> str:
     )
 
 
-def _promise(part: RecipeReport, on_cpu: bool) -> str:
+def _launch_unknown(part: RecipeReport) -> str:
+    """The host needs nearly all of the step, and whether the GPU waits for it is not known."""
+    assert part.host_ms.value is not None
+    why = part.no_ledger or "its ledger is incomplete"
+    return (
+        f"The host needs {_ms(part.host_ms.value)} ms to launch one {_family(part.name)} step; whether the GPU waits "
+        f"for it is not known: {why}."
+    )
+
+
+def _promise(part: RecipeReport, scene: Scene) -> str:
     speedups = part.speedups
+    on_cpu = scene.on_cpu
     assert speedups is not None
     kernel, autocast = speedups.kernel, speedups.autocast
     if kernel.value is None and autocast.value is None:
@@ -220,7 +411,10 @@ def _promise(part: RecipeReport, on_cpu: bool) -> str:
     else:
         cost = "casts" if on_cpu else "quantization"
         text = f"Its GEMMs promised {_known(kernel)} (kernels) and {_known(autocast)} (with {cost})"
-    if speedups.amdahl.value is not None:
+    why = _no_amdahl(scene.baseline)
+    if why is not None and kernel.value is not None:
+        text += f"; what Amdahl allows is not known: {why}"
+    elif why is None and speedups.amdahl.value is not None:
         text += f"; Amdahl allows {_x(speedups.amdahl.value)}"
     elif kernel.value is not None:
         text += f"; what Amdahl allows is not known: {speedups.amdahl.reason}"
@@ -231,23 +425,38 @@ def _known(figure: Figure) -> str:
     return _x(figure.value) if figure.value is not None else f"an unknown factor ({figure.reason})"
 
 
-def _fallbacks(scene: Scene) -> list[str]:
-    """One sentence for all recipes in which something did not run as asked (the baseline included)."""
+def _fallbacks(scene: Scene, besides: Sequence[RecipeReport] = ()) -> list[str]:
+    """One sentence for each recipe in which something did not run as asked (the baseline included)."""
     told = []
     for part in (scene.baseline, *scene.others):
-        if part.verdict is None or not any(row.verdict == "fallback" for row in part.verdict.rows):
+        if part.verdict is None or any(part.name == other.name for other in besides):
             continue
-        told.append(f"Not what was asked, in {part.name}: {part.verdict.summary}")
+        if any(row.verdict == "fallback" for row in part.verdict.rows):
+            told.append(f"{_not_asked(part)} {part.verdict.summary}")
     return told
 
 
-def _costs(part: RecipeReport, most: int = 2) -> str:
-    """The largest terms that cost time: `quantization +5.1 ms, idle +8.0 ms`."""
-    if part.gap is None or part.gap.start.value is None:
+def _not_asked(part: RecipeReport) -> str:
+    return f"Not what was asked, in {part.name}:"
+
+
+def _costs(part: RecipeReport, base: RecipeReport, most: int = 2) -> str:
+    """The largest terms that cost time: `quantization +5.1 ms, idle +8.0 ms`.
+
+    None where a ledger of the two is incomplete; and no term that is smaller than what the ledgers leave open, or that
+    may as well be zero.
+    """
+    if part.gap is None or part.gap.start.value is None or _doubtful(part.ledger) or _doubtful(base.ledger):
         return ""
-    floor = 0.005 * part.gap.start.value
+    open_ms = sum(unexplained(each.ledger) for each in (part, base) if each.ledger is not None)
+    floor = max(0.005 * part.gap.start.value, open_ms)
     terms = [
-        (term.ms.value, term.name) for term in part.gap.terms if term.ms.value is not None and term.ms.value > floor
+        (term.ms.value, term.name)
+        for term in part.gap.terms
+        if term.name != RESIDUAL
+        and term.ms.value is not None
+        and term.ms.value > floor
+        and (term.ms.low is None or term.ms.low > 0)
     ]
     return ", ".join(f"{name} +{_ms(value)} ms" for value, name in sorted(terms, reverse=True)[:most])
 
@@ -259,10 +468,17 @@ def _read(part: RecipeReport, scene: Scene) -> str:
         return f"{name}: no reading, because its speedup is not known: {reason or 'no step was timed'}."
     if name in scene.void:
         return f"{name}: no reading, because {scene.void[name]}."
+    if not proof(part).shown:
+        return f"{name}: no reading, because it is not shown to have run: {proof(part).why_not}"
+    if _baseline_fell(scene.baseline):
+        return f"{name}: no reading, because {scene.baseline.name} is not shown to have run."
     step = speedups.step.value
+    low, high = speedups.step.low, speedups.step.high
+    if low is None or high is None:
+        return f"{name}: no reading, because one step a side has no spread (the step runs at {_x(step)})."
     promised = speedups.autocast if speedups.autocast.value is not None else speedups.kernel
     if promised.value is None:
-        costs = _costs(part)
+        costs = _costs(part, scene.baseline)
         paid = f" The step pays: {costs}." if costs else ""
         unknown = f"what its GEMMs alone gain is not known: {promised.reason}"
         return f"{name}: the step runs at {_x(step)}; {unknown}.{paid}"
@@ -271,16 +487,19 @@ def _read(part: RecipeReport, scene: Scene) -> str:
         cost = "casts" if scene.on_cpu else "quantization"
         gains = f"{_known(speedups.kernel)} as kernels and {_known(speedups.autocast)} with their {cost}"
     near_one = "GEMM speedup near 1" if promised.value > BELOW_ONE else "GEMMs slower than the baseline's"
-    if promised.value < NEAR_ONE <= step:
+    if promised.value < NEAR_ONE <= step and low > 1:
         more = "the benchmark does not explain that gain; the gap says where it is"
         return f"{name}: {near_one} ({gains}), and yet the step runs at {_x(step)}: {more}."
     if promised.value < NEAR_ONE:
         near = f"{name}: {near_one} ({gains}), and the step at {_x(step)}. {_why_near_one(part, scene)}"
         return f"{near} {_launch(part, scene.baseline)}" if launch_bound(part, scene.on_cpu) else near
-    if step - 1 >= NEAR_STEP * (promised.value - 1):
+    if step - 1 >= NEAR_STEP * (promised.value - 1) and low > 1:
         share = _gemm_share(scene.baseline)
         weight = f"; GEMMs are {share:.0%} of the {scene.baseline.name} step" if share is not None else ""
         return f"{name}: the step follows its GEMMs. They gain {gains}, the step {_x(step)}{weight}."
+    if high >= promised.value or step - 1 >= NEAR_STEP * (promised.value - 1):
+        shown = f"the step, as far as these {speedups.step.n} show, between {_x(low)} and {_x(high)}"
+        return f"{name}: no reading. Its GEMMs gain {gains}; {shown}."
     far = f"{name}: GEMM speedup far above the step's. They gain {gains}, the step {_x(step)}."
     return f"{far} {_why_far(part, scene)}"
 
@@ -288,13 +507,12 @@ def _read(part: RecipeReport, scene: Scene) -> str:
 def _why_near_one(part: RecipeReport, scene: Scene) -> str:
     assert part.speedups is not None
     kernel = part.speedups.kernel.value
+    bound, calls = sum(row.calls for row in part.gemms if row.launch_bound), sum(row.calls for row in part.gemms)
+    if bound > MOST * calls:
+        return f"{bound} of {calls} GEMM calls are shorter than their launch: the shapes are too small to gain."
     if kernel is not None and kernel >= 1.10:
         cost = "Casting" if scene.on_cpu else "Quantization"
         return f"{cost} takes back what the kernels gain, so that the step has nothing to win."
-    bound = sum(row.calls for row in part.gemms if row.launch_bound)
-    if bound:
-        calls = sum(row.calls for row in part.gemms)
-        return f"{bound} of {calls} GEMM calls are shorter than their launch: the shapes are too small to gain."
     where = "CPU" if scene.on_cpu else "GPU"
     slower = kernel is not None and kernel <= BELOW_ONE
     return f"The kernels themselves are {'slower' if slower else 'hardly faster'} at these shapes on this {where}."
@@ -307,24 +525,30 @@ def _why_far(part: RecipeReport, scene: Scene) -> str:
     share, amdahl = _gemm_share(scene.baseline), part.speedups.amdahl.value
     if share is not None and amdahl is not None:
         reasons.append(f"GEMMs are {share:.0%} of the {scene.baseline.name} step, so Amdahl allows {_x(amdahl)}")
-    costs = _costs(part, most=3)
+    costs = _costs(part, scene.baseline, most=3)
     if costs:
         reasons.append(f"the step pays {costs}")
     if launch_bound(part, scene.on_cpu):
         assert part.host_ms.value is not None
         reasons.append(f"the host needs {_ms(part.host_ms.value)} ms to launch it (launch-bound)")
     if not reasons:
+        torn = [each.name for each in (scene.baseline, part) if _doubtful(each.ledger)]
         why = part.gap.missing if part.gap is not None and part.gap.missing else part.no_ledger
+        if torn:
+            why = f"the ledger of {' and of '.join(torn)} is incomplete"
+        why = why or _no_amdahl(scene.baseline)
         return f"Where the gain went is not known: {why or 'no term of the gap stands out'}."
     text = "; ".join(reasons)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _gemm_share(base: RecipeReport) -> float | None:
-    if base.ledger is None or not base.ledger.wall.value:
+    """GEMMs over the baseline's step [1]; None where its ledger does not tell, or leaves as much open as they take."""
+    ledger = base.ledger
+    if ledger is None or not ledger.wall.value or _no_amdahl(base) is not None:
         return None
-    gemm = base.ledger.buckets["gemm"].value
-    return None if gemm is None else gemm / base.ledger.wall.value
+    gemm = ledger.buckets["gemm"].value
+    return None if gemm is None or gemm <= unexplained(ledger) else gemm / ledger.wall.value
 
 
 def _family(name: str) -> str:
@@ -333,9 +557,18 @@ def _family(name: str) -> str:
     return word.upper() if word in ("fp8", "mxfp8", "nvfp4", "bf16", "fp16", "fp32") else name
 
 
-def _subject(parts: Sequence[RecipeReport]) -> str:
-    families = {_family(part.name) for part in parts}
-    return families.pop() if len(families) == 1 else "Every low-precision recipe"
+def _subject(scene: Scene) -> str:
+    """Whom a sentence about all candidates is about; a recipe that is not shown to have run is none of them."""
+    families = {_family(part.name) for part in scene.candidates}
+    if len(families) == 1:
+        return families.pop()
+    shown = " that is shown to have run" if len(scene.candidates) < len(scene.measured) else ""
+    return f"Every low-precision recipe{shown}"
+
+
+def _percent(share: float) -> str:
+    """A share in percent, rounded down: 99.97% is never called 100%."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"
 
 
 def _ms(value: float) -> str:

@@ -61,9 +61,16 @@ def timed(
         # Nothing was compiled, so ranges and hooks did not change what ran.
         silence = "" if ranged else ON_A_CPU if on_cpu and views else NOT_AS_TIMED
         return Timed(tuple(tuple(products) for products in ranged), silence)
+    timed_steps = [_of_fact(fact, book) for fact in bare]
+    # A step that holds fewer products than another one of this recipe has lost some, and nobody knows which.
+    most = max(len(products) for products in (*timed_steps, *ranged))
+    whole = [own for own in timed_steps if len(own) == most]
+    if not whole:
+        fewer = max(len(own) for own in timed_steps)
+        lost = f"the steps traced as timed hold {fewer} GEMM kernels, and one traced with ranges holds {most}"
+        return Timed(silence=lost, compiled=bare[0].compiled)
     steps = []
-    for fact in bare:
-        own = _of_fact(fact, book)
+    for own in whole:
         found = (labelled(own, other, calls) for other in ranged)
         steps.append(tuple(next((products for products in found if products is not None), own)))
     return Timed(tuple(steps), compiled=bare[0].compiled)

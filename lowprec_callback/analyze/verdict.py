@@ -99,10 +99,8 @@ def verdict(
     }
     demands = [_demand(gemm, audit, witness) for gemm in captured]
     balanced = [balance(demands, step, spare) for step in timed.steps]
-    # The step that proves least: all timed steps must have run as asked.
-    by_kernels = [
-        min((each.rows[i] for each in balanced), key=_proven_share, default=None) for i in range(len(captured))
-    ]
+    by_kernels = [_least(found) for found in zip(*(each.rows for each in balanced), strict=True)]
+    by_kernels = by_kernels or [None] * len(captured)
     captured = [
         replace(gemm, calls=max(gemm.calls, found.calls if found else 0))
         for gemm, found in zip(captured, by_kernels, strict=True)
@@ -218,8 +216,10 @@ def _as_often_as_seen(gemm: Gemm, outcomes: Sequence[Outcome]) -> Gemm:
     return replace(gemm, calls=max(gemm.calls, round(math.fsum(outcome.calls for outcome in outcomes))))
 
 
-def _proven_share(found: Balance) -> float:
-    return found.proven / found.calls if found.calls else 0.0
+def _least(steps: Sequence[Balance]) -> Balance | None:
+    """Of several timed steps the one that proves least: all must have run as asked. With the calls of the one with most."""
+    calls = max(found.calls for found in steps)
+    return min((replace(found, calls=calls) for found in steps), key=lambda found: found.proven)
 
 
 def _compiled(modules: Sequence[str]) -> str:

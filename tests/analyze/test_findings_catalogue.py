@@ -90,7 +90,10 @@ MADE: dict[str, tuple[str, Callable[[], Sequence[Fact]]]] = {
     "synchronization": ("fp8_delayed", lambda: changed(gpu_facts(speeds=SEED), waiting)),
     "straggler": ("", lambda: [*PLAIN, *(summary(rank, forward=36.0 if rank == 3 else 30.0) for rank in range(8))]),
     "communication-exposed": ("fp8_delayed", lambda: with_kernels([Kernel(NCCL, 20.0)] * 20)),
-    "optimizer-share": ("bf16", lambda: with_kernels([Kernel(ADAM, 1500.0, phase="optimizer")], "bf16", BF16)),
+    "optimizer-share": (
+        "bf16",
+        lambda: with_kernels([Kernel(ADAM, 1500.0, phase="optimizer")], "bf16", replace(BF16, step_ms=11.0)),
+    ),
     "casts-from-fp32": ("bf16", lambda: with_kernels([Kernel(TO_BF16, 400.0, phase="forward")], "bf16", BF16)),
     "*-dominates": ("bf16", lambda: attention_heavy(2800.0)),
     "attention-unfused": (
@@ -113,7 +116,7 @@ MADE: dict[str, tuple[str, Callable[[], Sequence[Fact]]]] = {
     "no-te-layers": ("bf16", without_te),
     "gemm-slower-in-step": (
         "fp8_delayed",
-        lambda: gpu_facts(speeds={"bf16": BF16, "fp8_delayed": replace(DELAYED, gemm_us=180.0)}),
+        lambda: gpu_facts(speeds={"bf16": BF16, "fp8_delayed": replace(DELAYED, gemm_us=180.0, step_ms=7.0)}),
     ),
     "throttled": ("fp8_delayed", lambda: throttled("power cap", 3)),
     "padding": ("bf16", lambda: changed(PLAIN, odd)),
@@ -179,9 +182,12 @@ def test_gemms_that_did_not_run_as_asked_are_the_reason_for_being_slower_than_on
 
 
 def test_no_bucket_dominates_a_step_that_waits_for_the_host() -> None:
-    idle = replace(BF16, gemm_us=10.0, kernel_ms=0.01, autocast_ms=0.01, step_ms=12.0)
-    assert found(gpu_facts(speeds={"bf16": idle}), "attention-dominates", "bf16") is not None
+    short = replace(BF16, gemm_us=10.0, kernel_ms=0.01, autocast_ms=0.01, step_ms=1.6)
+    assert found(gpu_facts(speeds={"bf16": replace(short, host_ms=1.0)}), "attention-dominates", "bf16") is not None
+    idle = replace(short, step_ms=12.0)
     assert found(gpu_facts(speeds={"bf16": replace(idle, host_ms=11.9)}), "attention-dominates", "bf16") is None
+    # Nor one that waits for anything else: 0.5 ms of attention do not dominate 10 ms in which nothing runs.
+    assert found(gpu_facts(speeds={"bf16": idle}), "attention-dominates", "bf16") is None
 
 
 def test_memory_that_is_still_held_after_backward() -> None:

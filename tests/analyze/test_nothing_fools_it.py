@@ -284,6 +284,17 @@ def test_fewer_kernels_than_calls_give_no_labels_either() -> None:
     assert labelled(unmarked[:2], kernels, 2) is None
 
 
+def test_a_step_that_has_lost_kernels_is_no_evidence() -> None:
+    whole, short = bare("fp8_delayed"), bare("fp8_delayed")[1:]
+    one = [step_products("fp8_delayed", kernels, n) for n, kernels in enumerate((short, whole))]
+    assert judge(DELAYED_CARD, steps=one).coverage.value == pytest.approx(1.0), "the other step is whole"
+    found = judge(DELAYED_CARD, steps=one[:1], ranged=[marked("fp8_delayed")])
+    assert found.coverage.value == 0.0
+    assert found.rows[0].why == (
+        "by its operands alone: the steps traced as timed hold 11 GEMM kernels, and one traced with ranges holds 12"
+    )
+
+
 def test_without_a_direction_two_kinds_of_gemms_are_not_told_apart() -> None:
     narrow, mixed = Operands.asked(DELAYED_CARD, "fprop"), Operands.asked(DELAYED_CARD, "dgrad")
     demands = [Demand("a", "fprop", 1, narrow), Demand("a", "dgrad", 1, mixed), Demand("a", "wgrad", 1, mixed)]

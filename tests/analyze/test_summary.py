@@ -114,7 +114,7 @@ def test_a_cpu_run() -> None:
     assert report.headline[0] == "bf16 makes a step 1.25x faster (100.0 -> 80.0 ms)."
     assert part.verdict is not None
     assert part.verdict.coverage.value == pytest.approx(1.0)
-    assert set(part.verdict.rows[0].witnesses) == {"operands"}
+    assert set(part.verdict.rows[0].witnesses) == {"operands", "kernels"}
     assert part.peak_gb.reason == "memory is not recorded on a CPU"
     assert part.gap is not None
     assert part.gap.terms
@@ -178,12 +178,13 @@ def test_a_loss_that_is_not_finite_voids_the_speed() -> None:
     assert report.recipe("fp8_delayed").loss.reason == "the loss is nan"
 
 
-def test_a_fallback_is_the_second_sentence() -> None:
+def test_a_fallback_of_all_is_the_first_sentence() -> None:
     bf16 = [replace(d, recipe="fp8_delayed") for d in dispatches("bf16", te_linears(1), BF16_CARD)]
     kept = [f for f in FACTS if not (isinstance(f, Dispatch) and f.recipe == "fp8_delayed")]
     kept = [f for f in kept if not (isinstance(f, Trace) and f.recipe == "fp8_delayed")]
     report = report_of([*kept, *bf16])
-    assert "fallback in layers.0.self_attention.layernorm_qkv" in report.headline[1]
+    assert report.headline[0].startswith("fp8_delayed is not shown to have run: ")
+    assert "layers.0.self_attention.layernorm_qkv" in report.headline[0]
 
 
 def test_backward_override_from_the_environment() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pkgutil
 import random
 import re
 import signal
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
 from lowprec_callback import load_report
 from lowprec_callback.analyze.summary import analyze
@@ -39,7 +43,7 @@ from lowprec_callback.recording import (
 )
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.session import FallbackError, ProfilerError
-from tests.fit.models import Tiny, in_a_process_of_its_own, loader, profiler, trainer
+from tests.fit.models import BATCH, Rows, Tiny, in_a_process_of_its_own, loader, profiler, short, trainer
 
 
 def recording_of(folder: Path) -> Recording:
@@ -225,6 +229,91 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "interrupted" in analyze(facts).status
 
 
+class Around(Callback):
+    """Reads before the profiler's hook, and at an exception, what the sweep has to put back besides weights."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.before = self._of(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.after = self._of(trainer, pl_module)
+
+    def _of(self, trainer: Any, module: Any) -> dict[str, Any]:
+        return {
+            "loops": copy.deepcopy(trainer.fit_loop.state_dict()),
+            "attributes": [sorted(vars(owner)) for owner in (trainer, module)],
+            "callbacks": list(trainer.callbacks),
+            "data": list(trainer.train_dataloader.dataset.read),
+            "random": [repr(random.getstate()), repr(torch.get_rng_state())],
+        }
+
+
+class Drawn(Rows):
+    """Draws random numbers, and counts what is read."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        return super().__getitem__(index) + random.random() + torch.randn(())
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lowprec_callback.sweep.patches.Patches.undo",
+        "lowprec_callback.trainer.aside._Loops.put_back",
+        "lowprec_callback.trainer.batches.Passes.close",
+        "lowprec_callback.callback.put_back",
+    ],
+)
+def test_ctrl_c_waits_until_everything_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    watcher, callback, pressed = Around(), short(tmp_path), []
+    real = pkgutil.resolve_name(where)
+
+    def press(*given: Any) -> Any:
+        if not pressed and callback.session is not None and callback.session.recorder.closed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return real(*given)
+
+    monkeypatch.setattr(where, press)
+    monkeypatch.setattr("lowprec_callback.publish.write_files", lambda *_: True)
+    run = trainer(tmp_path, watcher, callback)
+    with pytest.raises(SystemExit):
+        run.fit(Tiny(), DataLoader(Drawn(60 * BATCH), batch_size=BATCH))
+    assert pressed
+    assert run.global_step == 0
+    assert watcher.after == watcher.before
+    assert recording_of(tmp_path).of(End) == [End("finished")]
+    assert callback.report is not None
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_that_is_lost_in_the_sweep_comes_at_its_end(tmp_path: Path) -> None:
+    """As in the callback of a weak reference, where Python drops what is raised."""
+
+    def lose(_module: Tiny, step: int) -> None:
+        if step == 10:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    module, watcher = Tiny(lose), State()
+    run = trainer(tmp_path)
+    run.callbacks = [watcher, short(tmp_path), AtException(watcher)]
+    with pytest.raises(SystemExit):
+        run.fit(module, loader(60))
+    same(watcher.before, watcher.after)
+    assert recording_of(tmp_path).of(End) == [End("interrupted", "KeyboardInterrupt")]
+
+
 def test_a_killed_process_leaves_a_recording_that_opens(tmp_path: Path) -> None:
     script = """
         import os, signal, sys, warnings
@@ -379,9 +468,9 @@ def test_blocks_of_long_steps_are_short(tmp_path: Path) -> None:
     assert {problem.where for problem in told} == {"fp32", "bf16"}
     assert len(told) == 2
     assert "1 settled and 3 timed steps instead of 3 and 5" in told[0].message
-    # 3 to begin with; of each recipe a block of 2 + 3 steps, two of 1 + 3, and 1 traced step with 2 before it.
+    # 3 to begin with; of each recipe a block of 2 + 3 steps, two of 1 + 3, and 1 traced step with 4 before it.
     assert callback.session is not None
-    assert callback.session.sweep.total_steps == 3 + 2 * (5 + 4 + 4 + 3)
+    assert callback.session.sweep.total_steps == 3 + 2 * (5 + 4 + 4 + 5)
     assert module.steps == 1
 
 

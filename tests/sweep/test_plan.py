@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_callback.sweep.plan import (
+    AS_TIMED,
     GUARD_SETTLE,
     LEAD_STEPS,
     LEAST_TIMED,
@@ -70,7 +71,7 @@ def test_more_time_never_makes_a_smaller_plan(asked: Settings, recipes: int, ava
 
 def test_the_steps_of_a_plan_are_those_of_its_parts() -> None:
     plain = Settings(rounds=3, settle_steps=3, timed_steps=8, traced_steps=2, guard_steps=0)
-    assert plain.steps(4) == 3 + 4 * (3 * 11 + 2 + 2)
+    assert plain.steps(4) == 3 + 4 * (3 * 11 + 2 + AS_TIMED + 2)
     # The baseline twice, and for each the steps before.
     assert replace(plain, guard_steps=4).steps(4) == plain.steps(4) + 5 * (GUARD_SETTLE + 4)
     assert SMALLEST.steps(1) == 3 + 3
@@ -88,7 +89,7 @@ def test_what_is_cut_first_costs_least() -> None:
     ("available", "sentence"),
     [
         (90, "16 instead of 24 timed steps a recipe: intervals about 1.2 times as wide"),
-        (15, "the ledger rests on 1 traced step a recipe"),
+        (19, "the ledger rests on 1 traced step a recipe"),
         (15, "the host's launch time is not measured"),
         (15, "no numerics guard: nothing compares the recipes' losses and gradients"),
         (40, "the numerics guard compares 2 steps a recipe"),
@@ -147,10 +148,10 @@ def test_what_is_left_is_cut_until_it_fits_or_cannot_be_cut(
 
 def test_what_is_left_takes_each_recipes_own_time() -> None:
     asked = Settings(rounds=3, settle_steps=1, timed_steps=2, traced_steps=1, guard_steps=1)
-    # Two rounds of 3 steps, a traced step and two before it that take twice as long, and 4 of the guard, the first
+    # Two rounds of 3 steps, a traced step and four before it that take twice as long, and 4 of the guard, the first
     # recipe's again.
-    assert asked.seconds_after(1, [1.0, 2.0], 2.0) == pytest.approx((2 * 3 + 3 * 2 + 4) * (1 + 2) + 4)
-    assert asked.seconds_after(3, [1.0, 2.0], 2.0) == pytest.approx((3 * 2 + 4) * (1 + 2) + 4)
+    assert asked.seconds_after(1, [1.0, 2.0], 2.0) == pytest.approx((2 * 3 + 5 * 2 + 4) * (1 + 2) + 4)
+    assert asked.seconds_after(3, [1.0, 2.0], 2.0) == pytest.approx((5 * 2 + 4) * (1 + 2) + 4)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "20"])

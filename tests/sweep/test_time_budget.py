@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_callback.sweep.plan import LEAD_STEPS, Settings, fit_time
+from lowprec_callback.sweep.plan import AS_TIMED, LEAD_STEPS, Settings, fit_time
 from lowprec_callback.sweep.time_budget import Pace, in_words
 
 
@@ -44,4 +44,4 @@ def test_the_plan_fits_into_the_time_or_is_the_smallest(
 def test_seconds_are_those_of_all_steps_after_the_lead() -> None:
     settings = Settings(rounds=2, settle_steps=1, timed_steps=3, traced_steps=1)
     assert settings.seconds(3, 1.0, 1.0) == settings.steps(3) - LEAD_STEPS
-    assert settings.seconds(3, 0.0, 1.0) == 3 * (1 + 2)
+    assert settings.seconds(3, 0.0, 1.0) == 3 * (1 + 2 + AS_TIMED)
