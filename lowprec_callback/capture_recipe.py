@@ -22,6 +22,9 @@ FP8 = "fp8"
 NARROW = 0.02
 """Share of the GEMM time from which a narrow precision makes the recipe: the rest is layers that were left wide."""
 
+AMD = "Cijk_"
+"""How the names of AMD's GEMM kernels begin (Tensile, hipBLASLt): their types are read, their recipes are not known."""
+
 _DELAYED = re.compile(r"delayed_scaling_recipe|amax_and_scale_update")
 _CURRENT = re.compile(r"compute_scale_from_amax")
 _EMULATED = re.compile(r"swizzle_block_scaling\w*to_mxfp8")
@@ -41,8 +44,11 @@ def infer(capture: Capture, mine: Flags) -> tuple[str, str]:
         if count[index] and kernel.bucket == "gemm" and not kernel.gemm_helper and kernel.precision != "unknown":
             by_precision[kernel.precision] = by_precision.get(kernel.precision, 0.0) + float(time[index])
     total = sum(by_precision.values())
+    amd = any(name.startswith(AMD) for name in kernels)
     for precision in ("nvfp4", "mxfp8", "fp8-block", "fp8", "bf16", "tf32", "fp32"):
         if by_precision.get(precision, 0.0) > NARROW * total:
+            if amd and precision not in ("bf16", "tf32", "fp32"):
+                return "unknown", f"{precision} GEMM kernels of an AMD GPU ran, where recipes are not known"
             return _named(precision, kernels)
     return "unknown", "no GEMM kernel's name tells a precision that a recipe asks for"
 

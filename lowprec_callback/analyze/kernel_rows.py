@@ -54,7 +54,7 @@ def kernel_verdict(
         coverage=missing,
         te_coverage=missing,
         rows=(),
-        summary=_summary(rows, card, marked, imported.why_recipe if imported and inferred else None),
+        summary=_summary(rows, card, marked, imported.why_recipe if imported and inferred else None) + _amd(facts),
         kernels=tuple(rows),
     )
 
@@ -177,6 +177,13 @@ def _summary(rows: Sequence[KernelRow], card: Card, marked: bool, inferred: str 
     if inferred:
         text += f" Nothing in the capture says what was asked for: {card.recipe} is inferred ({inferred})."
     return text
+
+
+def _amd(facts: Sequence[tuple[int, GemmKernels]]) -> str:
+    """What a reader of an AMD GPU's capture must know."""
+    if not any(name.startswith("Cijk_") for _, fact in facts for name in fact.names):
+        return ""
+    return " These are kernels of an AMD GPU: their types are read from their names, recipes are not known there."
 
 
 def _place(row: KernelRow) -> str:

@@ -181,3 +181,13 @@ def test_a_step_with_fewer_kernels_than_another_has_lost_some() -> None:
     assert "all" not in found.summary.split(".")[0]
     assert found.kernels[-1].verdict == "unproven"
     assert found.kernels[-1].kernels == 2, "8 in each of the two steps, but 12 in both"
+
+
+def test_an_amd_gpu_runs_types_and_no_recipe_that_is_known() -> None:
+    bf16 = "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB1"
+    found = judged((bf16, "", "", "aten::mm", "forward", False, 4), recipe="bf16")
+    assert found.kernels[0].ran == "bf16"
+    assert found.summary.endswith(
+        "These are kernels of an AMD GPU: their types are read from their names, recipes are not known there."
+    )
+    assert "AMD" not in judged(*GOOD).summary
