@@ -22,6 +22,8 @@ FP8 = "fp8"
 NARROW = 0.02
 """Share of the GEMM time from which a narrow precision makes the recipe: the rest is layers that were left wide."""
 
+WIDE = ("bf16", "tf32", "fp32")
+
 AMD = "Cijk_"
 """How the names of AMD's GEMM kernels begin (Tensile, hipBLASLt): their types are read, their recipes are not known."""
 
@@ -41,16 +43,29 @@ def infer(capture: Capture, mine: Flags) -> tuple[str, str]:
     by_precision: dict[str, float] = {}
     for index, name in enumerate(capture.work_names):
         kernel = classify(name)
-        if count[index] and kernel.bucket == "gemm" and not kernel.gemm_helper and kernel.precision != "unknown":
+        if count[index] and kernel.bucket == "gemm" and not kernel.gemm_helper and not kernel.convolution:
             by_precision[kernel.precision] = by_precision.get(kernel.precision, 0.0) + float(time[index])
     total = sum(by_precision.values())
     amd = any(name.startswith(AMD) for name in kernels)
     for precision in ("nvfp4", "mxfp8", "fp8-block", "fp8", "bf16", "tf32", "fp32"):
         if by_precision.get(precision, 0.0) > NARROW * total:
-            if amd and precision not in ("bf16", "tf32", "fp32"):
+            if precision in WIDE and (why := _something_else(by_precision, total)):
+                return "unknown", why
+            if amd and precision not in WIDE:
                 return "unknown", f"{precision} GEMM kernels of an AMD GPU ran, where recipes are not known"
             return _named(precision, kernels)
     return "unknown", "no GEMM kernel's name tells a precision that a recipe asks for"
+
+
+def _something_else(by_precision: Mapping[str, float], total: float) -> str:
+    """Why the layers that ran wide are no baseline: others ran in what no recipe asks for, or nobody knows in what."""
+    mixed = {name: ms for name, ms in by_precision.items() if " x " in name}
+    if sum(mixed.values()) > NARROW * total:
+        return f"GEMM kernels of {max(mixed, key=lambda name: mixed[name])} ran, which no recipe asks for"
+    unknown = by_precision.get("unknown", 0.0)
+    if unknown > NARROW * total:
+        return f"the names of kernels of {unknown / total:.0%} of the GEMM time tell no precision"
+    return ""
 
 
 def _named(precision: str, kernels: Mapping[str, int]) -> tuple[str, str]:

@@ -45,7 +45,8 @@ BUCKETS = (
     "copy",
     "other",
 )
-"""The disjoint kinds of GPU work. `gemm` holds linear layers only; attention's batched products are `attention`."""
+"""The disjoint kinds of GPU work. `gemm` holds linear layers' products, and convolutions; attention's batched ones are
+`attention`."""
 
 QUANTIZATION = ("quantize", "amax", "hadamard", "scale")
 """The buckets that exist only because a recipe quantizes."""

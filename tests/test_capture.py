@@ -273,6 +273,12 @@ def test_a_recipe_without_a_card_is_named() -> None:
         (["nvjet_sm100_qqtst_128x128_128x6_2x1_v_bz_Avec32UE8M0_Bvec32UE8M0_TNT"], "mxfp8"),
         (["nvjet_sm100_ootst_128x128_256x6_2x1_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT"], "nvfp4"),
         (["what is this"], "unknown"),
+        # BF16 beside a mixture, or beside GEMMs that tell nothing, is no BF16 run.
+        ([BF16, "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_Ab32_Bb32_Cb32_t128x64x256_s4_et128x64_m128x64x32"], "unknown"),
+        ([BF16, "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<int>>"], "unknown"),
+        # AMD: types are read, recipes are not known.
+        (["Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN"], "bf16"),
+        (["Cijk_Alik_Bljk_F8BS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN"], "unknown"),
     ],
 )
 def test_the_recipe_is_inferred_from_kernels(names: list[str], recipe: str) -> None:

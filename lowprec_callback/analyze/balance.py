@@ -64,7 +64,9 @@ class Kind(NamedTuple):
         if self.formats is None or self.precision == UNKNOWN or self.precision == self.formats[0]:
             return self.precision
         product = " x ".join(self.formats)
-        return product if self.precision in ("fp8", product) else f"{product}, {self.precision}"
+        if " x " in self.precision:
+            return self.precision
+        return product if self.precision == "fp8" else f"{product}, {self.precision}"
 
 
 class ProductKernel(NamedTuple):

@@ -58,8 +58,9 @@ _TRTLLM_NVFP4 = re.compile(r"_(?:Ab16_Bb|bA16_bB)16(?!\d)")
 def trtllm(name: str) -> GemmName | None:
     """`bmm_<D>_<A><B>[_cast<type>]_<accumulator>_...`: the *output* comes first.
 
-    `MxE4m3` is e4m3 with a scale for 32 elements; `_castBfloat16` widens A inside the kernel. `Ab16_Bb16` are scale blocks of 16, and `dsFp8` is DeepSeek's
-    scaling in blocks of 128. FP8 without any of these is scaled in a way that the name does not tell.
+    `MxE4m3` is e4m3 with a scale for 32 elements, and `_castBfloat16` widens A inside the kernel. `Ab16_Bb16` are
+    scale blocks of 16, and `dsFp8` is DeepSeek's scaling in blocks of 128. FP8 without any of these is scaled in a
+    way that the name does not tell.
     """
     match = _TRTLLM.search(name)
     if not match:
@@ -373,9 +374,10 @@ def _tensile_operands(fields: Sequence[str]) -> tuple[str, str] | None:
         return None
     # Two types and no more are those in memory, if the next field says what is multiplied; or a narrow pair.
     told = len(kinds) == 2 and (len(after) >= 3 or (len(after) == 1 and len(_tokens("".join(fields[2:3]))) == 2))
-    pair = told or len(kinds) == 4 or (len(kinds) == 2 and _narrow(kinds[0]) and _narrow(kinds[1]))
+    narrow = len(kinds) == 2 and len(fields) > 2 and len(after) != 1 and all(map(_narrow, kinds))
+    pair = told or narrow or len(kinds) == 4
     if len(kinds) == 2 and not pair and (kinds[1] != "B" or _narrow(kinds[0]) or after):
-        return None  # neither a pair nor one type with the flag of beta; or a pair, whose next field was cut
+        return None  # neither a pair nor one type with the flag of beta, or the next field was cut
     operands = _tensile_formats(kinds[0], kinds[1] if pair else kinds[0])
     if operands is None:
         return None

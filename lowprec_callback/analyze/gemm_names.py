@@ -317,7 +317,7 @@ def decode(name: str) -> GemmName | None:
     for decoder in DECODERS:
         found = decoder(name)
         if found is not None:
-            found = _without_strange_scales(found, name)
+            found = _scaling_told(found, name)
             # What a convolution's letters say of layouts is about images, not about transposed matrices.
             return replace(found, layout=None, convolution=True) if _CONVOLUTION.search(name) else found
     return None
@@ -326,8 +326,8 @@ def decode(name: str) -> GemmName | None:
 _SCALE_TYPE = re.compile(r"ue\d+m\d+", re.IGNORECASE)
 
 
-def _without_strange_scales(found: GemmName, name: str) -> GemmName:
-    """Scales that belong to no scaling known of these operands make the scaling unknown.
+def _scaling_told(found: GemmName, name: str) -> GemmName:
+    """Scales that belong to no scaling known of these operands make it unknown; the rule says where it is.
 
     UE8M0 is MXFP8's type of scales, and UE4M3 is NVFP4's; it scales no FP8. All others (UE5M3, which TE 2.21's
     prototype gives to NVFP4) belong to no recipe that is known here.
@@ -337,7 +337,8 @@ def _without_strange_scales(found: GemmName, name: str) -> GemmName:
     known = {"ue8m0"} if not {"e4m3", "e5m2"}.isdisjoint(found.operands) else {"ue8m0", "ue4m3"}
     strange = {kind.lower() for kind in _SCALE_TYPE.findall(name)} - known
     if not strange:
-        return found
+        told = found.scaling is not None
+        return found if told else replace(found, rule=f"{found.rule}; how they are scaled, it does not tell")
     what = " and ".join(sorted(strange)).upper()
     return replace(found, scaling=None, rule=f"{found.rule}; what {what} scales here is not understood")
 

@@ -79,9 +79,10 @@ def _groups(facts: Sequence[tuple[int, GemmKernels]]) -> list[_Group]:
             module, role, op, phase = (
                 fact.labels[column[i]] for column in (fact.module, fact.role, fact.op, fact.phase)
             )
-            if bucket_in_context(name, op=op, module=module, role=role, phase=phase) != "gemm":
-                continue
             kernel = classify(name)
+            bucket = bucket_in_context(name, op=op, module=module, role=role, phase=phase)
+            if bucket != "gemm" or kernel.convolution:
+                continue
             kind = Kind.named(kernel.precision, kernel.operands)
             key = (module, role or phase, fact.library[i], kind)
             group = found.setdefault(key, _Group(module, role or phase, fact.library[i], kind))

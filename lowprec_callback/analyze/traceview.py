@@ -30,8 +30,9 @@ class KernelGroup:
 
     @property
     def is_linear_gemm(self) -> bool:
-        """A matrix product of a linear layer (not the helper that reduces its split sums)."""
-        return self.bucket == "gemm" and self.kernel.bucket == "gemm" and not self.kernel.gemm_helper
+        """A matrix product of a linear layer: no convolution, and not the helper that reduces its split sums."""
+        product = self.kernel.bucket == "gemm" and not self.kernel.gemm_helper
+        return self.bucket == "gemm" and product and not self.kernel.convolution
 
 
 @dataclass(frozen=True)

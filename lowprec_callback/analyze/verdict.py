@@ -217,7 +217,7 @@ def _as_often_as_seen(gemm: Gemm, outcomes: Sequence[Outcome]) -> Gemm:
 
 
 def _least(steps: Sequence[Balance]) -> Balance | None:
-    """Of several timed steps the one that proves least: all must have run as asked. With the calls of the one with most."""
+    """Of several timed steps the one that proves least: all must have run as asked. With the most calls of any."""
     calls = max(found.calls for found in steps)
     return min((replace(found, calls=calls) for found in steps), key=lambda found: found.proven)
 
