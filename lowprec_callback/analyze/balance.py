@@ -275,13 +275,12 @@ def _settle(
         surplus = others.total() - sum(due.values())
         kind = max(others, key=lambda k: (others[k], str(k)))
         for i in members:
-            spread = Counter({kind: due[i]}) if len(others) > 1 else Counter({next(iter(others)): due[i]})
-            rows[i].others += spread
+            rows[i].others[kind] += due[i]
             left[i].take(due[i], direction)
-        return [product for product in products if product.kind == kind][:surplus] if surplus else []
+        return [product for product in products if product.kind == kind][:surplus]
     if not inside:
         for i in outside:
-            taken = min(due[i], others.total() + sum(good.values()))
+            taken = min(due[i], others.total())
             _give(rows[i], others, taken)
             left[i].take(taken, direction)
         return [ProductKernel(kind) for kind, n in others.items() for _ in range(n)]
@@ -292,10 +291,8 @@ def _settle(
     for i in outside:
         left[i].take(due[i], direction)
     # More kernels than calls: some are of layers that nobody captured, and which ones is not known.
-    excess = len(products) - sum(due.values())
-    return sorted(products, key=lambda product: any(fits(operands, product.kind) for operands in asked))[
-        : max(excess, 0)
-    ]
+    excess = max(0, len(products) - sum(due.values()))
+    return sorted(products, key=lambda product: any(fits(operands, product.kind) for operands in asked))[:excess]
 
 
 def _settle_one(
