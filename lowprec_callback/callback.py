@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lowprec_callback.sweep.session import (
     Training,
     early_ranges,
     put_back,
+    uninterrupted,
 )
 from lowprec_callback.sweep.snapshot import Rng, kept_environment
 from lowprec_callback.trainer import bar_clock, facts
@@ -252,8 +253,8 @@ class LowPrecisionProfiler(Callback):
     def _profile(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None) -> None:
         """The sweep, with everything set aside before it and put back after it; then its page."""
         try:
-            with Rng.kept(), kept_environment():
-                self._sweep(trainer, module, first)
+            with ExitStack() as last, Rng.kept(), kept_environment():
+                self._sweep(trainer, module, first, last)
         finally:
             if self.session is not None and not self.session.sweep.not_put_back:
                 with Rng.kept():
@@ -262,7 +263,7 @@ class LowPrecisionProfiler(Callback):
             with Rng.kept():
                 log_report(trainer.loggers, self.session.report, trainer.global_step, self.session.say)
 
-    def _sweep(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None) -> None:
+    def _sweep(self, trainer: Trainer, module: LightningModule, first: FirstBatch | None, last: ExitStack) -> None:
         """Nothing of ours ends a training that would run without us: what fails is said in one sentence.
 
         With several ranks, what one cannot prepare, all leave out; an exception in the middle of a step ends the
@@ -271,7 +272,7 @@ class LowPrecisionProfiler(Callback):
         try:
             folder = facts.folder_of(trainer)
             prepared, _ = facts.processes_of(trainer).together(lambda: _prepare(trainer, module, first, folder))
-            self._drive(trainer, prepared)
+            self._drive(trainer, prepared, last)
         except NotPutBackError:
             raise
         except StepFailed as failure:
@@ -293,14 +294,17 @@ class LowPrecisionProfiler(Callback):
         goes_on = "" if self._stop_after else "; training goes on as without the profile"
         self._say_why_not(trainer, f"{reason}{goes_on}")
 
-    def _drive(self, trainer: Trainer, prepared: _Prepared) -> None:
-        """Run the session inside the Trainer's own loop."""
+    def _drive(self, trainer: Trainer, prepared: _Prepared, last: ExitStack) -> None:
+        """Run the session inside the Trainer's own loop. Then Ctrl-C waits until all is put back, when `last` ends."""
         try:
             with set_aside(trainer, prepared.adapter):
                 self.session = Session.open(self._options, prepared.training, prepared.driver.step, self._te_ranges)
                 try:
                     with prepared.driver.attached(self.session.sweep):
-                        self.session.run()
+                        try:
+                            self.session.run()
+                        finally:
+                            last.enter_context(uninterrupted())
                 finally:
                     self.session.close()
         finally:

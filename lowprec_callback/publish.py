@@ -10,11 +10,14 @@ nor Lightning is needed.
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from lowprec_callback.failures import in_words
@@ -48,10 +51,14 @@ def publish(source: Recorder | Recording, folder: Path, *, say: Say, stream: IO[
     printed = False
     while not printed:
         try:
-            report = report or _analysed(source)
-            _print(report, say, stream)
-            printed = True
+            with heeded():
+                report = report or _analysed(source)
+                _print(report, say, stream)
+                printed = True
         except KeyboardInterrupt as interrupt:
+            if printed:
+                stopped = interrupt
+                continue
             if stopped is not None:
                 say(f"lowprec: stopped before the page was out; {whereabouts(source)}")
                 raise
@@ -67,6 +74,39 @@ def publish(source: Recorder | Recording, folder: Path, *, say: Say, stream: IO[
     if report is not None:
         write_files(report, folder, say)
     return report
+
+
+@contextmanager
+def heeded() -> Iterator[Callable[[], None]]:
+    """Inside, no Ctrl-C is lost. Gives a function that raises the KeyboardInterrupt of one that was; so does the end.
+
+    Python drops what is raised inside the callback of a weak reference or inside `__del__`, and a library may make an
+    error of its own of it. While matplotlib draws, that befalls about one Ctrl-C of a hundred. Where Ctrl-C does not
+    raise KeyboardInterrupt by Python's own handler, it is left to whoever handles it.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+        check()
+    except Exception:
+        check()  # the error may be what has become of it
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _analysed(source: Recorder | Recording) -> Report:
@@ -148,11 +188,14 @@ def write_files(report: Report, folder: Path, say: Say) -> bool:
     written = _Written()
     end = ", then this was stopped"
     try:
-        with suppress(OSError):  # each file will say so
-            folder.mkdir(parents=True, exist_ok=True)
-        written.one(REPORT, lambda: report.save(folder / REPORT))
-        _write_plots(report, folder, written)
-        written.one(HTML, lambda: _write_html(report, folder, written.names))
+        with heeded() as check:
+            with suppress(OSError):  # each file will say so
+                folder.mkdir(parents=True, exist_ok=True)
+            written.one(REPORT, lambda: report.save(folder / REPORT))
+            check()
+            _write_plots(report, folder, written)
+            check()
+            written.one(HTML, lambda: _write_html(report, folder, written.names))
         end = ""
     finally:
         if written.names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -428,6 +430,66 @@ def test_ctrl_c_while_files_are_made(
         assert said == [f"lowprec: written in {folder}: {', '.join(written)}, then this was stopped"]
     else:
         assert said == [f"lowprec: stopped before a file of the report was written in {folder}"]
+
+
+class Lost:
+    """Ctrl-C whose exception never comes out, as in the callback of a weak reference; then what stood there before."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self._real, self._pressed = real, False
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if not self._pressed:
+            self._pressed = True
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return self._real(*given, **named)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    ("where", "written"),
+    [
+        ("lowprec_callback.publish._analysed", []),
+        ("lowprec_callback.show.console.print_report", []),
+        ("lowprec_callback.report.Report.save", ["report.json"]),
+        ("lowprec_callback.show.plots.save", FILES[:-1]),
+        ("lowprec_callback.show.html.as_html", FILES),
+    ],
+)
+def test_ctrl_c_that_python_or_a_library_loses(
+    where: str, written: list[str], recorder: Recorder, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lost(pkgutil.resolve_name(where))
+    monkeypatch.setattr(where, lambda *given, **named: lost(*given, **named))
+    interrupted(recorder, said)
+    folder = recorder.path.parent
+    assert said.pages == 1
+    assert there(folder) == set(written)
+    if written:
+        assert said == [f"lowprec: written in {folder}: {', '.join(written)}, then this was stopped"]
+    else:
+        assert len(said) == 1
+        assert said[0].startswith("lowprec: stopped before the files of the report were written; all that was measured")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_of_which_a_library_makes_an_error(recorder: Recorder, said: Said, quick: ModuleType) -> None:
+    quick.analyze = Lost(failing(ValueError("Invalid bounding box")))  # type: ignore[attr-defined]
+    interrupted(recorder, said)
+    assert said[0] == "lowprec: the page still comes, then this stops; Ctrl-C again stops at once"
+    assert "could not be finished (ValueError: Invalid bounding box); all that was measured is in " in said[1]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_handler_of_the_users_own_keeps_ctrl_c(recorder: Recorder, said: Said, quick: ModuleType) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: seen.append(number))
+    quick.analyze = Lost(quick.analyze)  # type: ignore[attr-defined]
+    assert published(recorder, said) is not None
+    assert seen == [signal.SIGINT]
+    assert there(recorder.path.parent) == set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)

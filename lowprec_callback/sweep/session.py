@@ -30,7 +30,7 @@ from lowprec_callback.failures import in_words
 from lowprec_callback.files import why
 from lowprec_callback.measure.device import ClockReader, environment
 from lowprec_callback.measure.nvtx import Ranges, under_nsys
-from lowprec_callback.publish import publish
+from lowprec_callback.publish import heeded, publish
 from lowprec_callback.recipes import RecipeCard, RecipeError, load_cards, resolve
 from lowprec_callback.recording import Environment, Model, Plan, Problem, Recorder, Refusal
 from lowprec_callback.report import Report
@@ -248,9 +248,10 @@ class Session:
         status: Status = "failed"
         reason: str | None = None
         try:
-            self.sweep.run()
-            if self.processes.size > 1:  # after an exception nobody can tell whether the other ranks come
-                self.recorder.add(*gather_summaries(self.processes, self.recorder, _device(self.recorder)))
+            with heeded():
+                self.sweep.run()
+                if self.processes.size > 1:  # after an exception nobody can tell whether the other ranks come
+                    self.recorder.add(*gather_summaries(self.processes, self.recorder, _device(self.recorder)))
             status, reason = ("shortened", self.sweep.cut) if self.sweep.cut else ("finished", None)
         except StepFailed as failure:
             who = "the profiler itself failed" if failure.ours else f"a step in {failure.recipe or 'no recipe'} failed"
