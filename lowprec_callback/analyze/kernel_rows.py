@@ -59,18 +59,6 @@ def kernel_verdict(
     )
 
 
-def flaw(fact: GemmKernels) -> str | None:
-    """Why the fact cannot be read (unequal columns, an index out of range)."""
-    labels = (fact.module, fact.role, fact.op, fact.phase)
-    if any(len(column) != len(fact.name) for column in (*labels, fact.library, fact.count, fact.total_us)):
-        return "its columns have unequal lengths"
-    if any(not 0 <= index < len(fact.names) for index in fact.name):
-        return "it points to a name that it does not hold"
-    if any(not 0 <= index < len(fact.labels) for column in labels for index in column):
-        return "it points to a label that it does not hold"
-    return None
-
-
 def _groups(facts: Sequence[tuple[int, GemmKernels]]) -> list[_Group]:
     found: dict[tuple[object, ...], _Group] = {}
     for _, fact in facts:

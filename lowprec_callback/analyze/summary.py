@@ -229,7 +229,7 @@ class _Facts:
         self.products = _by_recipe(recording.lines(Product))
         self._watched: dict[str, Watched] = {}
         self._capability = environment.compute_capability if environment else None
-        counted = [(line, fact, kernel_rows.flaw(fact)) for line, fact in recording.lines(GemmKernels)]
+        counted = [(line, fact, products_flaw(fact)) for line, fact in recording.lines(GemmKernels)]
         self.gemm_kernels = _by_recipe((line, fact) for line, fact, wrong in counted if wrong is None)
         stepped = [(line, fact, products_flaw(fact)) for line, fact in recording.lines(StepProducts)]
         self.step_products = _by_recipe((line, fact) for line, fact, wrong in stepped if wrong is None)

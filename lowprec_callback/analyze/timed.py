@@ -13,7 +13,7 @@ from lowprec_callback.analyze.kernels import bucket_in_context, classify
 from lowprec_callback.analyze.precision import UNKNOWN, Operands
 from lowprec_callback.analyze.traceview import TraceView
 from lowprec_callback.analyze.witnesses import SignatureBook
-from lowprec_callback.recording import Product, StepProducts
+from lowprec_callback.recording import GemmKernels, Product, StepProducts
 
 NOT_AS_TIMED = "no step was traced as the timed ones ran"
 ON_A_CPU = "operators on a CPU do not tell a precision"
@@ -84,10 +84,14 @@ def spare_products(facts: Iterable[Product]) -> Counter[str]:
     return found
 
 
-def flaw(fact: StepProducts) -> str | None:
+def flaw(fact: StepProducts | GemmKernels) -> str | None:
     """Why the fact cannot be read (unequal columns, an index out of range)."""
-    labels = (fact.module, fact.role, fact.op, fact.phase, fact.formats)
-    if any(len(column) != len(fact.name) for column in labels):
+    labels, others = [fact.module, fact.role, fact.op, fact.phase], []
+    if isinstance(fact, GemmKernels):
+        others = [fact.library, fact.count, fact.total_us]
+    else:
+        labels.append(fact.formats)
+    if any(len(column) != len(fact.name) for column in (*labels, *others)):
         return "its columns have unequal lengths"
     if any(not 0 <= index < len(fact.names) for index in fact.name):
         return "it points to a name that it does not hold"

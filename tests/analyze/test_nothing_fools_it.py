@@ -9,11 +9,12 @@ import pytest
 
 from lowprec_callback.analyze.balance import Demand, Kind, ProductKernel, balance, labelled
 from lowprec_callback.analyze.precision import Operands
-from lowprec_callback.analyze.timed import COMPILED, Timed, spare_products, timed
+from lowprec_callback.analyze.summary import analyze
+from lowprec_callback.analyze.timed import COMPILED, Timed, flaw, spare_products, timed
 from lowprec_callback.analyze.traceview import view
 from lowprec_callback.analyze.verdict import Audit, verdict
 from lowprec_callback.analyze.witnesses import SignatureBook
-from lowprec_callback.recording import ROLES, Card, Dispatch, Gemm, Product, StepProducts
+from lowprec_callback.recording import ROLES, Card, Dispatch, Gemm, Product, Recording, StepProducts
 from lowprec_callback.report import Verdict
 
 from .recordings import (
@@ -29,6 +30,7 @@ from .recordings import (
     dispatch,
     dispatches,
     gemms,
+    gpu_facts,
     step_products,
     te_linears,
     trace,
@@ -302,6 +304,23 @@ def test_without_a_direction_two_kinds_of_gemms_are_not_told_apart() -> None:
     assert [row.proven for row in balance(demands, kernels).rows] == [0, 0, 0]
     directed = [kernel._replace(direction="backward" if i else "forward") for i, kernel in enumerate(kernels)]
     assert [row.proven for row in balance(demands, directed).rows] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"phase": (0,)}, "unequal lengths"),
+        ({"name": (9,) * 12}, "a name that it does not hold"),
+        ({"formats": (-1,) * 12}, "a label that it does not hold"),
+    ],
+)
+def test_a_fact_that_cannot_be_read_is_named(change: dict[str, tuple[int, ...]], says: str) -> None:
+    sound = step_products("fp8_delayed", bare("fp8_delayed"))
+    assert flaw(sound) is None
+    broken = replace(sound, **change)
+    assert says in (flaw(broken) or "")
+    report = analyze(Recording.from_facts([*gpu_facts(), broken]))
+    assert any(says in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 3, 4, 8])
