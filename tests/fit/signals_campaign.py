@@ -445,7 +445,8 @@ def problems_of(tried: Try | None, ran: Ran, references: References, workers: in
 
 
 DROPPED = re.compile(
-    r"^Exception ignored in.*\nTraceback \(most recent call last\):\n(?: +.*\n)+KeyboardInterrupt: ?\n", re.MULTILINE
+    r"^Exception ignored in.*\nTraceback \(most recent call last\):\n(?:(?: .*)?\n)+KeyboardInterrupt: ?\n",
+    re.MULTILINE,
 )
 """What Python prints where it drops a KeyboardInterrupt: in the callback of a weak reference, in `__del__`."""
 
@@ -464,7 +465,9 @@ def _ends(name: str | None, ran: Ran, references: References, workers: int) -> l
         found.append("a traceback was printed")
     if name == "SIGKILL":
         return found + ([f"exit code {ran.code}"] if ran.code != -signal.SIGKILL and not late else [])
-    expected = references.of(workers, name=name)
+    # In training nothing of ours heeds Ctrl-C, and what Python drops (in a loader's `__del__`) it drops without us too.
+    dropped = name == "SIGINT" and ran.phase == "training" and DROPPED.search(ran.err) and len(ran.steps) == STEPS
+    expected = references.of(workers, name=None if dropped else name)
     if late:  # the training was done: the signal came at its end or at that of the process, where nothing of ours is
         wanted = {0, expected.code} | ({-signal.Signals[name]} if name is not None else set())
         return found + ([f"exit code {ran.code}"] if ran.code not in wanted else [])
