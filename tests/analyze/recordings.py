@@ -240,9 +240,17 @@ def trace(recipe: str, kernels: Sequence[Kernel], wall_ms: float, step: int = 0,
 
 
 def step_products(
-    recipe: str, kernels: Sequence[Kernel], step: int = 0, compiled: tuple[str, ...] = (), on_cpu: bool = False
+    recipe: str,
+    kernels: Sequence[Kernel],
+    step: int = 0,
+    compiled: tuple[str, ...] = (),
+    on_cpu: bool = False,
+    ranged: bool = False,
 ) -> StepProducts:
-    """A step that ran as the timed ones do: its kernels bear no module. On a CPU: operators, which tell their types."""
+    """A step that ran as the timed ones do: its kernels bear no module. On a CPU: operators, which tell their types.
+
+    `ranged`: one with ranges, whose kernels do.
+    """
     names: dict[str, int] = {}
     labels: dict[str, int] = {"": 0}
 
@@ -252,10 +260,10 @@ def step_products(
     nothing = (0,) * len(kernels)
     told = [kernel.name if on_cpu else "" for kernel in kernels]
     return StepProducts(
-        recipe, step, False,
+        recipe, step, ranged,
         name=tuple(names.setdefault("aten::mm" if on_cpu else kernel.name, len(names)) for kernel in kernels),
-        module=nothing,
-        role=nothing,
+        module=column(kernel.module for kernel in kernels) if ranged else nothing,
+        role=column(kernel.role for kernel in kernels) if ranged else nothing,
         op=column(kernel.op for kernel in kernels),
         phase=column(kernel.phase for kernel in kernels),
         formats=column(told),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,21 @@ from lowprec_callback.engines.base import NotRun, Region
 from lowprec_callback.engines.transformer_engine import TransformerEngineEngine, build_recipe
 from lowprec_callback.measure.library_log import LibraryListener
 from lowprec_callback.recipes import RecipeCard, load_cards, read_card
-from lowprec_callback.recording import Environment, Model, Recorder, UncachedWeights
+from lowprec_callback.recording import (
+    Dispatch,
+    Environment,
+    Fact,
+    Model,
+    Recorder,
+    Recording,
+    StepProducts,
+    UncachedWeights,
+)
 from lowprec_callback.report import Report, VerdictRow
 from lowprec_callback.sweep.plan import Settings
 from lowprec_callback.sweep.script import Sweep
 from lowprec_callback.sweep.snapshot import Snapshot
+from tests.analyze.recordings import mirrored, step_products
 from tests.engines import fake_te
 from tests.engines.fake_te import Fake, Float8CurrentScaling, Format
 
@@ -57,8 +68,12 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def audit(folder: Path, model: nn.Module, *cards: RecipeCard, kept: bool = False) -> Report:
-    """A short sweep over the cards, bf16 first. `kept`: the engine does not rebuild TE's state at a switch."""
+def audit(folder: Path, model: nn.Module, *cards: RecipeCard, kept: bool = False, gpu: bool = True) -> Report:
+    """A short sweep over the cards, bf16 first.
+
+    `kept`: the engine does not rebuild TE's state at a switch. `gpu`: with the kernels that a GPU would have launched
+    for these operands; else as the fake ran it, on a CPU, in FP32.
+    """
     engine = TransformerEngineEngine(model, torch.device("cpu"), "a test")
     if kept:
         engine.switch = lambda: None  # type: ignore[method-assign]
@@ -77,7 +92,22 @@ def audit(folder: Path, model: nn.Module, *cards: RecipeCard, kept: bool = False
         sweep = Sweep(engine, chosen, settings, recorder, Snapshot.take(model, []), step, gemm_benchmark=False)
         sweep.run()
         sweep.finish("finished")
-    return analyze(recorder.snapshot())
+    found = recorder.snapshot()
+    return analyze(on_a_gpu(found, [card.name for card in chosen]) if gpu else found)
+
+
+def on_a_gpu(recording: Recording, recipes: list[str]) -> Recording:
+    """The Recording with kernels for what reached the library, instead of the operators of the fake."""
+    facts: list[Fact] = []
+    for recipe in recipes:
+        kernels = [
+            replace(kernel, phase="forward" if fact.role == "fprop" and not fact.recomputed else "backward")
+            for fact in recording.of(Dispatch)
+            if fact.recipe == recipe
+            for kernel in mirrored([fact])
+        ]
+        facts += [step_products(recipe, kernels), step_products(recipe, kernels, ranged=True)]
+    return Recording.from_facts([*(fact for fact in recording.of(Fact) if not isinstance(fact, StepProducts)), *facts])
 
 
 def rows(report: Report, recipe: str, word: str) -> dict[tuple[str, str], VerdictRow]:
@@ -102,6 +132,15 @@ def test_a_sound_model_is_confirmed_but_for_its_head(fake: Fake, tmp_path: Path)
     verdict = report.recipe("fp8_current").verdict
     assert verdict is not None
     assert verdict.te_coverage.value == pytest.approx(1.0)
+
+
+def test_what_the_fake_multiplies_in_is_no_fp8(fake: Fake, tmp_path: Path) -> None:
+    """Its operands say FP8, and the operators of a step that ran as timed say FP32."""
+    verdict = audit(tmp_path, Stack(fake), CURRENT, gpu=False).recipe("fp8_current").verdict
+    assert verdict is not None
+    assert {row.verdict for row in verdict.rows if row.module in BLOCKS} == {"unproven"}
+    assert verdict.coverage.value == 0.0
+    assert any("but a kernel of precision fp32 ran" in text for text in verdict.disagreements)
 
 
 def test_blocks_in_a_region_that_is_switched_off(fake: Fake, tmp_path: Path) -> None:
@@ -197,14 +236,14 @@ def test_the_reference_of_nvfp4_is_seen_and_not_taken_for_fp4(
     card = read_card(ROOT / "examples" / "recipes" / "nvfp4_reference.toml")
     card = card.with_arguments({"qfactory": "tests.engines.fake_te:nvfp4_ref_factory"})
     before = fake.extensions.custom_gemm
-    report = audit(tmp_path, Stack(fake), card)
+    report = audit(tmp_path, Stack(fake), card, gpu=False)
     assert fake.extensions.custom_gemm == before
-    found = rows(report, "nvfp4_reference", "unproven")  # a CPU has no kernels that could tell what multiplied
+    found = rows(report, "nvfp4_reference", "fallback")
     assert set(found) == places(BLOCKS)
     row = found["blocks.1", "wgrad"]
     assert (row.m, row.k, row.n) == (32, 32, 32)
-    assert row.ran == "e2m1 x e2m1, nvfp4-16"
-    assert "the custom quantizer's own code multiplies" in row.why
+    assert row.ran == "e2m1 x e2m1, nvfp4-16, multiplied in fp32"
+    assert row.why == "no NVFP4 kernel ran: the custom quantizer's own code multiplies in FP32"
 
 
 @pytest.mark.parametrize("place", ["no.such:thing", "tests.engines.fake_te:nothing"])

@@ -58,7 +58,7 @@ def run_of(folder: Path) -> tuple[Recording, Report]:
     return read(run), load_report(run)
 
 
-def test_fp32_is_confirmed_by_operands_and_library(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fp32_is_confirmed_by_operands_library_and_operators(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer(tmp_path, profiler(tmp_path)).fit(Tiny(), loader(60))
     facts, report = run_of(tmp_path)
     assert [(log.recipe, log.silent) for log in facts.of(LibraryLog)] == [("fp32", None), ("bf16", None)]
@@ -68,7 +68,7 @@ def test_fp32_is_confirmed_by_operands_and_library(tmp_path: Path, capfd: pytest
     assert {(call.module, call.role) for call in heard} == places
     fp32 = report.recipe("fp32").verdict
     assert fp32 is not None
-    assert words.coverage(fp32) == "100% (operands+library)"
+    assert words.coverage(fp32) == "100% (operands+library+kernels)"
     assert fp32.disagreements == ()
     said = capfd.readouterr().out
     assert "MKL_VERBOSE" not in said
