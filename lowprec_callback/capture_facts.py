@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from lowprec_callback.analyze.kernels import bucket_in_context, classify
-from lowprec_callback.capture import NONE, Capture, Flags, Ints, Projection, compact, project
+from lowprec_callback.capture import NONE, Capture, Flags, Ints, Place, Projection, compact, project
 from lowprec_callback.capture_error import CaptureError
 from lowprec_callback.capture_recipe import FP8, fp8_card, infer
 from lowprec_callback.capture_steps import Steps, find_steps
@@ -30,6 +30,7 @@ from lowprec_callback.recording import (
     Problem,
     StepTime,
     Trace,
+    direction_of,
 )
 
 TRACED_STEPS = 8
@@ -295,7 +296,7 @@ def _gemm_kernels(capture: Capture, projection: Projection, steps: Steps, recipe
     """Count the GEMM kernels of all steps of a recipe by name, place and phase."""
     work, places = capture.work, projection.places
     of_recipe = np.array([name == recipe for name in steps.recipe])
-    is_gemm = np.array([_is_product(name) for name in capture.work_names])
+    is_gemm = np.array([classify(name).is_product for name in capture.work_names])
     rows = np.flatnonzero((steps.of_work != NONE) & is_gemm[work.name])
     rows = rows[of_recipe[steps.of_work[rows]]]
     key = (work.name[rows] * len(places) + projection.place[rows]) * len(projection.phases) + projection.phase[rows]
@@ -303,15 +304,20 @@ def _gemm_kernels(capture: Capture, projection: Projection, steps: Steps, recipe
     count = np.bincount(index, minlength=len(keys))
     time = np.bincount(index, weights=work.end[rows] - work.start[rows], minlength=len(keys)) / 1e3
     names, labels = _Labels(), _Labels("")
+    name = keys // (len(projection.phases) * len(places))
     place, phase = keys // len(projection.phases) % len(places), keys % len(projection.phases)
     library = np.array([found.te_gemm or found.role != "" for found in places], dtype=bool)
-    linear = np.array([_is_linear(capture.work_names[work.name[row]], projection, row) for row in rows], dtype=bool)
-    per_step = np.bincount(steps.of_work[rows[linear]], minlength=len(steps))[np.flatnonzero(of_recipe)]
+    which = zip(name.tolist(), place.tolist(), phase.tolist(), strict=True)
+    linear = np.array(
+        [_is_linear(capture.work_names[text], places[at], projection.phases[then]) for text, at, then in which],
+        dtype=bool,
+    )
+    per_step = np.bincount(steps.of_work[rows[linear[index]]], minlength=len(steps))[of_recipe]
     calls, silent = _marked_calls(capture, projection, steps, of_recipe, rows)
     return GemmKernels(
         recipe=recipe,
         steps=int(of_recipe.sum()),
-        name=names.of(capture.work_names, keys // (len(projection.phases) * len(places))),
+        name=names.of(capture.work_names, name),
         module=labels.of([found.module for found in places], place),
         role=labels.of([found.role for found in places], place),
         op=labels.of([found.op for found in places], place),
@@ -328,13 +334,7 @@ def _gemm_kernels(capture: Capture, projection: Projection, steps: Steps, recipe
     )
 
 
-def _is_product(name: str) -> bool:
-    kernel = classify(name)
-    return kernel.bucket == "gemm" and not kernel.gemm_helper and not kernel.convolution
-
-
-def _is_linear(name: str, projection: Projection, row: int) -> bool:
-    place, phase = projection.places[projection.place[row]], projection.phases[projection.phase[row]]
+def _is_linear(name: str, place: Place, phase: str) -> bool:
     return bucket_in_context(name, op=place.op, module=place.module, role=place.role, phase=phase) == "gemm"
 
 
@@ -354,13 +354,14 @@ def _marked_calls(
         [found.role != "" for found in meanings],
     )
     begin, end = steps.begin[of_recipe], steps.begin[of_recipe] + steps.host[of_recipe]
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
     for level in levels:
         if not any(level):
             continue
         rows = np.flatnonzero(np.array(level, dtype=bool)[ranges.name])
-        order = np.argsort(begin, kind="stable")
-        at = np.searchsorted(begin[order], ranges.start[rows], side="right") - 1
-        inside = (at >= 0) & (ranges.start[rows] < end[order][np.maximum(at, 0)])
+        at = np.searchsorted(begin, ranges.start[rows], side="right") - 1
+        inside = (at >= 0) & (ranges.start[rows] < end[np.maximum(at, 0)])
         rows = rows[inside]
         if not len(rows):
             continue
@@ -383,7 +384,7 @@ def _one_sided(table: GemmKernels) -> list[str]:
             table.labels[column[i]] for column in (table.module, table.role, table.op, table.phase)
         )
         if bucket_in_context(table.names[table.name[i]], op=op, module=module, role=role, phase=phase) == "gemm":
-            seen.add({"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(role, phase))
+            seen.add(direction_of(role) or phase)
     both = seen & {"forward", "backward"}
     if len(both) != 1 or "" in seen:
         return []

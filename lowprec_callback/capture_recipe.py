@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lowprec_callback.analyze.gemm_libraries import is_amd
 from lowprec_callback.analyze.kernels import classify
 from lowprec_callback.capture import Capture, Flags
 from lowprec_callback.recipes import RecipeCard
@@ -23,9 +24,6 @@ NARROW = 0.02
 """Share of the GEMM time from which a narrow precision makes the recipe: the rest is layers that were left wide."""
 
 WIDE = ("bf16", "tf32", "fp32")
-
-AMD = "Cijk_"
-"""How the names of AMD's GEMM kernels begin (Tensile, hipBLASLt): their types are read, their recipes are not known."""
 
 _DELAYED = re.compile(r"delayed_scaling_recipe|amax_and_scale_update")
 _CURRENT = re.compile(r"compute_scale_from_amax")
@@ -43,10 +41,10 @@ def infer(capture: Capture, mine: Flags) -> tuple[str, str]:
     by_precision: dict[str, float] = {}
     for index, name in enumerate(capture.work_names):
         kernel = classify(name)
-        if count[index] and kernel.bucket == "gemm" and not kernel.gemm_helper and not kernel.convolution:
+        if count[index] and kernel.is_product:
             by_precision[kernel.precision] = by_precision.get(kernel.precision, 0.0) + float(time[index])
     total = sum(by_precision.values())
-    amd = any(name.startswith(AMD) for name in kernels)
+    amd = any(is_amd(name) for name in kernels)
     for precision in ("nvfp4", "mxfp8", "fp8-block", "fp8", "bf16", "tf32", "fp32"):
         if by_precision.get(precision, 0.0) > NARROW * total:
             if precision in WIDE and (why := _something_else(by_precision, total)):

@@ -36,7 +36,7 @@ from lowprec_callback.facts.dispatch import (
     Stored,
     UncachedWeights,
 )
-from lowprec_callback.facts.gemms import Gemm, GemmRun, GemmTime, ModuleTime, at_clock, role_shape
+from lowprec_callback.facts.gemms import Gemm, GemmRun, GemmTime, ModuleTime, at_clock, direction_of, role_shape
 from lowprec_callback.facts.memory import Holding, Memory, PeakHolding
 from lowprec_callback.facts.run import (
     Card,
@@ -110,6 +110,7 @@ __all__ = [
     "UncachedWeights",
     "at_clock",
     "decode",
+    "direction_of",
     "encode",
     "finite",
     "read",

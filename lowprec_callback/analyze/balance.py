@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lowprec_callback.analyze.precision import BITS, UNKNOWN, Operands, kernel_fits
-from lowprec_callback.recording import Role
+from lowprec_callback.recording import Role, direction_of
 
 LINEAR = "gemm"
 """The bucket of a linear layer's product; attention's and the optimizer's are in theirs."""
@@ -80,11 +80,6 @@ class ProductKernel(NamedTuple):
     bucket: str = LINEAR
     learned: bool = False
     """Whether the benchmark alone tells the precision of this name."""
-
-
-def direction_of(role: str) -> str:
-    """forward for fprop, backward for dgrad and wgrad."""
-    return {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(role, "")
 
 
 @dataclass(frozen=True)
@@ -245,17 +240,13 @@ def _settle(
         return _settle_one(inside[0], kinds, learned, direction, demands, rows, left)
 
     asked = {demands[i].asked for i in inside}
-    good = {operands: _fitting(kinds, operands) for operands in asked}
+    good = {operands: _fitting(kinds, [operands]).total() for operands in asked}
     want = {operands: sum(due[i] for i in inside if demands[i].asked == operands) for operands in asked}
-    others = Counter({kind: n for kind, n in kinds.items() if not any(fits(operands, kind) for operands in asked)})
+    others = kinds - _fitting(kinds, asked)
     wide_due = sum(due[i] for i in outside)
     # Two roles may ask for the same formats, or for formats that a name does not tell apart: then they share kernels.
     classes = _classes(asked, kinds)
-    balanced = all(
-        sum(n for kind, n in kinds.items() if any(fits(operands, kind) for operands in group))
-        == sum(want[operands] for operands in group)
-        for group in classes
-    )
+    balanced = all(_fitting(kinds, group).total() == sum(want[each] for each in group) for group in classes)
     known = all(kind.known for kind in others)
     # Without a direction, an fprop in the backward pass's formats and a dgrad in the forward pass's would balance.
     told_apart = len(classes) < 2 or bool(direction or key[1])
@@ -306,8 +297,8 @@ def _settle_one(
 ) -> list[ProductKernel]:
     """A pool of one GEMM: each kernel is one of its calls."""
     demand, due = demands[i], left[i].of(direction)
-    good = sum(n for kind, n in kinds.items() if fits(demand.asked, kind))
-    others = Counter({kind: n for kind, n in kinds.items() if not fits(demand.asked, kind)})
+    good = _fitting(kinds, [demand.asked]).total()
+    others = kinds - _fitting(kinds, [demand.asked])
     total = good + others.total()
     if demand.groups > 1:
         return _settle_grouped(i, good, others, due, demand, rows, left)
@@ -357,8 +348,10 @@ def _in_tf32(asked: Operands, kinds: Iterable[Kind]) -> bool:
     return any(kind.precision == "tf32" and fits(asked, kind) for kind in kinds)
 
 
-def _fitting(kinds: Counter[Kind], asked: Operands) -> int:
-    return sum(n for kind, n in kinds.items() if fits(asked, kind))
+def _fitting(kinds: Counter[Kind], asked: Iterable[Operands]) -> Counter[Kind]:
+    """Those that can have multiplied any of what was asked for."""
+    wanted = list(asked)
+    return Counter({kind: n for kind, n in kinds.items() if any(fits(operands, kind) for operands in wanted)})
 
 
 def _classes(asked: Iterable[Operands], kinds: Iterable[Kind]) -> list[list[Operands]]:

@@ -308,6 +308,11 @@ _TENSILE_MX = re.compile(r"^MX[AB](E8M0|E5M3|F8)?B?(\d+)$")
 _TENSILE_SCALES = {("", "32"): "mx-32", ("E8M0", "32"): "mx-32", ("F8", "16"): "nvfp4-16"}
 
 
+def is_amd(name: str) -> bool:
+    """Whether it is the name of a GEMM kernel of AMD's: its types are read, recipes are not known there."""
+    return name.startswith("Cijk_")
+
+
 def tensile(name: str) -> GemmName | None:
     """`[Custom_]Cijk_A<indices>_B<indices>_<types>_<flags>_MT128x128x64_...`, in some captures cut to 60 letters.
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowprec_callback.analyze.balance import Kind, fits
+from lowprec_callback.analyze.gemm_libraries import is_amd
 from lowprec_callback.analyze.kernels import bucket_in_context, classify
 from lowprec_callback.analyze.precision import UNKNOWN, Operands, shown
 from lowprec_callback.analyze.verdict import other_kind
-from lowprec_callback.recording import Card, GemmKernels, Imported, Role
+from lowprec_callback.recording import Card, GemmKernels, Imported, Role, direction_of
 from lowprec_callback.report import Figure, KernelRow, Verdict, VerdictWord
 
 SHARE = "share"
@@ -170,7 +171,7 @@ def _summary(rows: Sequence[KernelRow], card: Card, marked: bool, inferred: str 
 
 def _amd(facts: Sequence[tuple[int, GemmKernels]]) -> str:
     """What a reader of an AMD GPU's capture must know."""
-    if not any(name.startswith("Cijk_") for _, fact in facts for name in fact.names):
+    if not any(is_amd(name) for _, fact in facts for name in fact.names):
         return ""
     return " These are kernels of an AMD GPU: their types are read from their names, recipes are not known there."
 
@@ -183,8 +184,6 @@ def _formats(rows: Sequence[KernelRow]) -> str:
     """`forward e4m3 x e4m3, backward e4m3 x e5m2`."""
     found: dict[str, dict[str, None]] = {}
     for row in rows:
-        way = {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(
-            row.where, row.where or "direction unknown"
-        )
+        way = direction_of(row.where) or row.where or "direction unknown"
         found.setdefault(way, {})[row.ran] = None
     return ", ".join(f"{way} {' and '.join(sorted(ran))}" for way, ran in sorted(found.items(), reverse=True))

@@ -69,6 +69,11 @@ class KernelClass:
     but it is no linear layer's: a verdict on linear layers, or an inference from their kernels, leaves it out."""
 
     @property
+    def is_product(self) -> bool:
+        """Whether it may be a linear layer's product: no helper of one, and no convolution."""
+        return self.bucket == "gemm" and not self.gemm_helper and not self.convolution
+
+    @property
     def precision(self) -> str:
         """The GEMM's precision: one word, a mixture (`e4m3 x e2m1`, in the order of the operands), or "unknown".
 

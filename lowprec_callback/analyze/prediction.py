@@ -35,7 +35,7 @@ from lowprec_callback.analyze.gemms import GemmTotals, speedup
 from lowprec_callback.analyze.provenance import lines_of
 from lowprec_callback.analyze.statistics import median_interval
 from lowprec_callback.analyze.traceview import KernelGroup, TraceView
-from lowprec_callback.recording import HostTime, ModuleTime
+from lowprec_callback.recording import HostTime, ModuleTime, direction_of
 from lowprec_callback.report import Figure, Ledger, Prediction, merge_facts
 
 IDLE = 0.10
@@ -274,7 +274,7 @@ def _direction(group: KernelGroup) -> str:
     backward, in which it runs."""
     if group.phase in DIRECTIONS:
         return group.phase
-    return {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(group.role, "")
+    return direction_of(group.role)
 
 
 def _ratio(kind: _Kind) -> float:

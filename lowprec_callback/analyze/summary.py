@@ -236,17 +236,13 @@ class _Facts:
         traces = [(line, trace, flaw(trace)) for line, trace in recording.lines(Trace)]
         self.traces = _by_recipe((line, trace) for line, trace, wrong in traces if wrong is None)
         self.flaws = tuple(
-            f"the trace of {trace.recipe} on line {line} cannot be used: {wrong}"
-            for line, trace, wrong in traces
-            if wrong is not None
-        ) + tuple(
-            f"the counted kernels of {fact.recipe} on line {line} cannot be used: {wrong}"
-            for line, fact, wrong in counted
-            if wrong is not None
-        )
-        self.flaws += tuple(
-            f"the products of a step of {fact.recipe} on line {line} cannot be used: {wrong}"
-            for line, fact, wrong in stepped
+            f"{what} of {fact.recipe} on line {line} cannot be used: {wrong}"
+            for what, judged in (
+                ("the trace", traces),
+                ("the counted kernels", counted),
+                ("the products of a step", stepped),
+            )
+            for line, fact, wrong in judged
             if wrong is not None
         )
         self.world = _world(environment)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowprec_callback.analyze.balance import LINEAR, Kind, ProductKernel, direction_of, labelled
+from lowprec_callback.analyze.balance import LINEAR, Kind, ProductKernel, labelled
 from lowprec_callback.analyze.kernels import bucket_in_context, classify
 from lowprec_callback.analyze.precision import UNKNOWN, Operands
 from lowprec_callback.analyze.traceview import TraceView
 from lowprec_callback.analyze.witnesses import SignatureBook
-from lowprec_callback.recording import GemmKernels, Product, StepProducts
+from lowprec_callback.recording import GemmKernels, Product, StepProducts, direction_of
 
 NOT_AS_TIMED = "no step was traced as the timed ones ran"
 ON_A_CPU = "operators on a CPU do not tell a precision"
@@ -119,8 +119,7 @@ def _product(
 ) -> ProductKernel | None:
     """The kernel as a product; None if it is none, or a convolution's."""
     kernel = classify(name)
-    multiplies = kernel.bucket == "gemm" and not kernel.gemm_helper and not kernel.convolution
-    if not (multiplies or formats or (kernel.bucket == "other" and book.knows(name))):
+    if not (kernel.is_product or formats or (kernel.bucket == "other" and book.knows(name))):
         return None
     bucket = bucket_in_context(name, op=op, module=module, role=role, phase=phase)
     kind, learned = Kind.named(kernel.precision, kernel.operands), False

@@ -31,8 +31,7 @@ class KernelGroup:
     @property
     def is_linear_gemm(self) -> bool:
         """A matrix product of a linear layer: no convolution, and not the helper that reduces its split sums."""
-        product = self.kernel.bucket == "gemm" and not self.kernel.gemm_helper
-        return self.bucket == "gemm" and product and not self.kernel.convolution
+        return self.bucket == "gemm" and self.kernel.is_product
 
 
 @dataclass(frozen=True)

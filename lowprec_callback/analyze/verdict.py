@@ -24,7 +24,7 @@ from lowprec_callback.analyze.stored_bytes import stored_witness
 from lowprec_callback.analyze.timed import NOT_AS_TIMED, Timed
 from lowprec_callback.analyze.verdict_summary import OPERANDS_ALONE, Told, summary
 from lowprec_callback.analyze.witnesses import CUSTOM_ENTRY, OperandWitness, Outcome
-from lowprec_callback.recording import Card, Dispatch, Gemm, Role
+from lowprec_callback.recording import Card, Dispatch, Gemm, LibraryCall, Role
 from lowprec_callback.report import Figure, Verdict, VerdictRow, VerdictWord
 
 SHARE = "share"
@@ -80,30 +80,32 @@ def verdict(
         spare: products of no linear layer: how many a step has in each precision.
     """
     listed = [gemm for _, gemm in gemms]
-    captured = [*listed, *(_uncaptured(listed, [fact for _, fact in dispatches], library) if listed else ())]
+    strangers = _uncaptured(listed, [fact for _, fact in dispatches], library) if listed else []
+    captured = [*listed, *strangers]
     shapes = Counter((gemm.module, gemm.role) for gemm in captured)
     witness = OperandWitness.of(fact for _, fact in dispatches)
     memory = stored_witness((fact for _, fact in dispatches), captured)
     eager = not timed.compiled
 
-    def outcomes_of(gemm: Gemm, only_shape: bool) -> Sequence[Outcome]:
-        """What reached the library: seen at its entry, else by the library's log."""
-        logged = library.sight(gemm, only_shape)
-        return witness.outcomes(gemm, only_shape) or (logged.outcomes if logged else ())
+    def reached(gemm: Gemm, only_shape: bool) -> tuple[list[Outcome], LibrarySight | None]:
+        """What was seen at the library's entry, and in the library's own log."""
+        return witness.outcomes(gemm, only_shape), library.sight(gemm, only_shape)
 
-    captured = [_as_often_as_seen(gemm, outcomes_of(gemm, shapes[gemm.module, gemm.role] > 1)) for gemm in captured]
+    seen_in_watched = [reached(gemm, shapes[gemm.module, gemm.role] > 1) for gemm in captured]
+    captured = [_as_often_as_seen(gemm, _either(*found)) for gemm, found in zip(captured, seen_in_watched, strict=True)]
     quantized_forward = {
         gemm.module
         for gemm in captured
-        if gemm.role == "fprop" and any(o.operands.quantized for o in outcomes_of(gemm, False))
+        if gemm.role == "fprop" and any(outcome.operands.quantized for outcome in _either(*reached(gemm, False)))
     }
     demands = [_demand(gemm, audit, witness) for gemm in captured]
     balanced = [balance(demands, step, spare) for step in timed.steps]
-    by_kernels = [_least(found) for found in zip(*(each.rows for each in balanced), strict=True)]
-    by_kernels = by_kernels or [None] * len(captured)
+    by_kernels: list[Balance | None] = [None] * len(captured)
+    if balanced:
+        by_kernels = [_least(steps) for steps in zip(*(each.rows for each in balanced), strict=True)]
     captured = [
-        replace(gemm, calls=max(gemm.calls, found.calls if found else 0))
-        for gemm, found in zip(captured, by_kernels, strict=True)
+        replace(gemm, calls=max(gemm.calls, kernels.calls if kernels else 0))
+        for gemm, kernels in zip(captured, by_kernels, strict=True)
     ]
     total = math.fsum(flops(gemm) for gemm in captured)
     strays = max((each.strays for each in balanced), key=lambda found: found.total(), default=Counter())
@@ -111,20 +113,17 @@ def verdict(
     reachable: list[bool] = []
     learned = False
     disagreements = list(contradictions)
-    for index, gemm in enumerate(captured):
-        place = (gemm.module, gemm.role)
-        entered = witness.outcomes(gemm, only_shape=shapes[place] > 1) if eager else []
-        logged = library.sight(gemm, only_shape=shapes[place] > 1) if eager else None
-        seen_by_kernels = by_kernels[index]
-        clashes = [_clash(gemm, Operands.asked(audit.card, gemm.role), entered, seen_by_kernels)]
-        stored = memory.get(place) if eager else None
+    for gemm, found, seen_by_kernels in zip(captured, seen_in_watched, by_kernels, strict=True):
+        entered, logged = found if eager else ([], None)
+        asked = Operands.asked(audit.card, gemm.role)
+        clashes = [_clash(gemm, asked, entered, seen_by_kernels)]
+        stored = memory.get((gemm.module, gemm.role)) if eager else None
         if stored is not None and clashes[0] is None:
             clashes.append(stored.misfit)
         by_library = bool(entered) and not any(outcome.software for outcome in entered)
         if logged is not None and by_library and (odds := logged.against(entered)) is not None:
             clashes.append(f"{gemm.module} {gemm.role}: {odds}")
         if not entered and logged is not None:
-            asked = Operands.asked(audit.card, gemm.role)
             clashes.append(_clash(gemm, asked, logged.outcomes, seen_by_kernels))
         disagreements += [clash for clash in clashes if clash]
         seen = Seen(
@@ -143,11 +142,10 @@ def verdict(
             rows.append(_row(gemm, finding, audit, total))
             reachable.append(gemm.quantizable)
         learned = learned or bool(seen_by_kernels and seen_by_kernels.learned)
-    known = {(gemm.module, gemm.role) for gemm in listed}
-    strangers = sorted({place for place in (*witness.found, *library.found) if place not in known})
-    if strangers and listed:
-        names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in strangers[:3])
-        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+    if strangers:
+        places = sorted({(gemm.module, gemm.role) for gemm in strangers})
+        names = ", ".join(f"{module or '(unknown module)'} {role}" for module, role in places[:3])
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         disagreements.append(f"GEMMs reached the library that the capture did not see: {names}{more}")
     over = _in_words(strays)
     if over:
@@ -192,23 +190,27 @@ def _demand(gemm: Gemm, audit: Audit, witness: OperandWitness) -> Demand:
 
 def _uncaptured(captured: Sequence[Gemm], dispatches: Sequence[Dispatch], library: LibraryWitness) -> list[Gemm]:
     """GEMMs that reached the library at places that the capture did not see: they are part of the step too."""
-    known = {(gemm.module, gemm.role) for gemm in captured}
     found: dict[tuple[str, Role, int, int, int], Gemm] = {}
+    known = {(gemm.module, gemm.role) for gemm in captured}
+
+    def count(call: Dispatch | LibraryCall, family: str, quantizable: bool) -> None:
+        if (call.module, call.role) not in known:
+            key = (call.module, call.role, call.m, call.k, call.n)
+            before = found.get(key) or Gemm(*key, calls=0, family=family, quantizable=quantizable)
+            found[key] = replace(before, calls=before.calls + call.calls)
+
     for dispatch in dispatches:
-        place = (dispatch.module, dispatch.role)
-        if place not in known:
-            key = (*place, dispatch.m, dispatch.k, dispatch.n)
-            reached = not dispatch.entry.startswith("aten::")
-            new = Gemm(*key, calls=0, family=dispatch.family, quantizable=reached)
-            found[key] = replace(found.get(key, new), calls=found.get(key, new).calls + dispatch.calls)
+        count(dispatch, dispatch.family, not dispatch.entry.startswith("aten::"))
     known |= {(gemm.module, gemm.role) for gemm in found.values()}
     for calls in library.found.values():
         for call in calls:
-            if (call.module, call.role) not in known:
-                key = (call.module, call.role, call.m, call.k, call.n)
-                new = Gemm(*key, calls=0, family="unknown", quantizable=True)
-                found[key] = replace(found.get(key, new), calls=found.get(key, new).calls + call.calls)
+            count(call, "unknown", True)
     return list(found.values())
+
+
+def _either(entered: Sequence[Outcome], logged: LibrarySight | None) -> Sequence[Outcome]:
+    """What was seen at the library's entry; where nothing was, what its log says."""
+    return entered or (logged.outcomes if logged else ())
 
 
 def _as_often_as_seen(gemm: Gemm, outcomes: Sequence[Outcome]) -> Gemm:
@@ -216,7 +218,7 @@ def _as_often_as_seen(gemm: Gemm, outcomes: Sequence[Outcome]) -> Gemm:
     return replace(gemm, calls=max(gemm.calls, round(math.fsum(outcome.calls for outcome in outcomes))))
 
 
-def _least(steps: Sequence[Balance]) -> Balance | None:
+def _least(steps: Sequence[Balance]) -> Balance:
     """Of several timed steps the one that proves least: all must have run as asked. With the most calls of any."""
     calls = max(found.calls for found in steps)
     return min((replace(found, calls=calls) for found in steps), key=lambda found: found.proven)
@@ -306,7 +308,7 @@ def _findings(gemm: Gemm, seen: Seen, audit: Audit) -> list[Finding]:
     """One finding for each kind of operands that its calls got, and one for calls that nothing shows."""
     asked, logged = Operands.asked(audit.card, gemm.role), seen.library
     kernels = seen.kernels_text(asked)
-    outcomes = seen.outcomes or (logged.outcomes if logged else ())
+    outcomes = _either(seen.outcomes, logged)
     if not outcomes:
         return _merged(_by_kernels_alone(gemm, asked, seen, audit))
 

@@ -125,7 +125,6 @@ class SignatureBook:
 def _products(kernels: Sequence[str]) -> list[str]:
     """The products among the kernels of one GEMM call: what the grammar calls one, else the only unknown name."""
     known = [(name, classify(name)) for name in dict.fromkeys(kernels)]
-    products = [(name, kernel) for name, kernel in known if kernel.bucket == "gemm" and not kernel.gemm_helper]
-    gemms = [name for name, kernel in products if not kernel.convolution]
+    gemms = [name for name, kernel in known if kernel.is_product]
     unknown = [name for name, kernel in known if kernel.bucket == "other"]
     return gemms or (unknown if len(unknown) == 1 else [])

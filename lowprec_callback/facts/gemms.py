@@ -14,6 +14,11 @@ def role_shape(role: Role, m: int, k: int, n: int) -> tuple[int, int, int]:
     return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}[role]
 
 
+def direction_of(role: str) -> str:
+    """The pass that a role's GEMM runs in: forward for fprop, backward for dgrad and wgrad; empty for no role."""
+    return {"fprop": "forward", "dgrad": "backward", "wgrad": "backward"}.get(role, "")
+
+
 @dataclass(frozen=True)
 class Gemm(Fact):
     """One GEMM of one linear layer in one optimizer step of the baseline, as the live model ran it.

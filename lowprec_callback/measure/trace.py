@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class Tracer:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda" and not shapes:
             activities.append(ProfilerActivity.CUDA)
-        self._read: list[dict[str, Any]] | None = None
+        self._read: _Events | None = None
         self._ended = False
         """Whether another profiler has ended the session."""
         shapes = shapes or device.type != "cuda"
@@ -95,84 +95,118 @@ class Tracer:
         if not self._ended:
             self._profile.stop()
 
-    def traces(self, recipe: str, expected_gemms: int | None) -> list[Trace]:
-        """One `Trace` for each step range of the session."""
+    def traces(self, recipe: str, expected_gemms: int | None, steps: Collection[int] | None = None) -> list[Trace]:
+        """One `Trace` for each step range of the session; `steps`: of these numbers only."""
         on_gpu = self._device.type == "cuda"
-        return read_events(self._events(), recipe, on_gpu=on_gpu, expected_gemms=expected_gemms)
+        return _traces(self._events(), recipe, on_gpu, expected_gemms, steps)
 
-    def step_products(self, recipe: str, compiled: Sequence[str]) -> list[StepProducts]:
-        """What may be a product in each step range of the session; all of them are called `ranged`."""
-        return read_step_products(self._events(), recipe, on_gpu=self._device.type == "cuda", compiled=compiled)
+    def step_products(self, recipe: str, compiled: Sequence[str], steps: Collection[int]) -> list[StepProducts]:
+        """What may be a product in the steps of these numbers; all of them are called `ranged`."""
+        on_gpu = self._device.type == "cuda"
+        return _products_by_step(self._events(), recipe, on_gpu, tuple(compiled), steps)
 
     def gemm_kernels(self) -> dict[tuple[str, Role], tuple[str, ...]]:
         """What `gemm_range`s launched: (module, role) to kernel names."""
-        return read_gemm_kernels(self._events())
+        return _gemm_kernels(self._events())
 
     def products(self) -> list[AtenProduct]:
         """PyTorch's own matrix products in the session."""
-        return read_products(self._events())
+        return _products(self._events())
 
-    def _events(self) -> list[dict[str, Any]]:
+    def _events(self) -> _Events:
         if self._ended:
             raise RuntimeError("another profiler of PyTorch's, opened inside the step, has ended this one's session")
         if self._read is None:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 self._profile.export_chrome_trace(str(path))
-                self._read = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return self._read or []
+                self._read = _Events(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        return self._read
+
+
+class _Events:
+    """A Chrome trace's events, sorted once for all who read them."""
+
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        self.by_category: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for event in events:
+            if event.get("ph") == "X":
+                self.by_category[event.get("cat", "")].append(event)
+        self.host = self._of(HOST_CATEGORIES)
+        self.calls = self._of(LAUNCH_CATEGORIES)
+        self.launches = _launches(self.calls)
+        self.places = _Places(self.host)
+
+    def _of(self, categories: Iterable[str]) -> list[dict[str, Any]]:
+        return [event for category in categories for event in self.by_category[category]]
+
+    def work(self, categories: Iterable[str]) -> list[_Work]:
+        """What the GPU did of these kinds, each where the host launched it."""
+        return [_gpu_work(event, self.launches, self.places) for event in self._of(categories)]
+
+    def steps(self, numbers: Collection[int] | None) -> list[tuple[int, float, float]]:
+        """(number, begin, end) of the step ranges; of these numbers only, if any are given."""
+        found = sorted(
+            (int(event["name"].rsplit("|", 1)[1]), event["ts"], _end(event))
+            for event in self.by_category["user_annotation"]
+            if event["name"].startswith(f"{PREFIX}step|")
+        )
+        return [step for step in found if numbers is None or step[0] in numbers]
 
 
 def read_events(
     events: Iterable[dict[str, Any]], recipe: str, *, on_gpu: bool, expected_gemms: int | None = None
 ) -> list[Trace]:
     """Turn a Chrome trace's events into one `Trace` per `lowprec|step|N` range (times there are microseconds)."""
-    by_category: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X":
-            by_category[event.get("cat", "")].append(event)
-    host = [event for category in HOST_CATEGORIES for event in by_category[category]]
-    launches = _launches(event for category in LAUNCH_CATEGORIES for event in by_category[category])
-    steps = _steps(host)
-    places = _Places(host)
-    calls = [event for category in LAUNCH_CATEGORIES for event in by_category[category]]
-    copies = {event["args"].get("correlation"): _end(event) for event in by_category["gpu_memcpy"] if "args" in event}
-    watch = _Host(places, _own(host), _waits(calls, copies, places, _own(host)) if on_gpu else None)
-    if on_gpu:
-        work = [_gpu_work(event, launches, places) for category in GPU_CATEGORIES for event in by_category[category]]
-    else:
-        work = list(places.own_times())
+    return _traces(_Events(events), recipe, on_gpu, expected_gemms)
+
+
+def _traces(
+    events: _Events,
+    recipe: str,
+    on_gpu: bool,
+    expected_gemms: int | None,
+    numbers: Collection[int] | None = None,
+) -> list[Trace]:
+    copies = {
+        event["args"].get("correlation"): _end(event) for event in events.by_category["gpu_memcpy"] if "args" in event
+    }
+    places, own = events.places, _own(events.host)
+    watch = _Host(places, own, _waits(events.calls, copies, places, own) if on_gpu else None)
+    work = events.work(GPU_CATEGORIES) if on_gpu else list(places.own_times())
     work.sort(key=lambda item: item.start)
+    steps = events.steps(numbers)
     return [_trace(recipe, index, begin, end, work, expected_gemms, watch) for index, begin, end in steps]
 
 
 def read_step_products(
-    events: Iterable[dict[str, Any]], recipe: str, *, on_gpu: bool, compiled: Sequence[str] = ()
+    events: Iterable[dict[str, Any]], recipe: str, *, on_gpu: bool, steps: Collection[int]
 ) -> list[StepProducts]:
-    """One `StepProducts` per step range of a Chrome trace: every kernel, or on a CPU every matrix product."""
-    whole = [event for event in events if event.get("ph") == "X"]
-    host = [event for event in whole if event.get("cat") in HOST_CATEGORIES]
-    places = _Places(host)
+    """One `StepProducts` for each of these step ranges: every kernel, or on a CPU every matrix product."""
+    return _products_by_step(_Events(events), recipe, on_gpu, (), steps)
+
+
+def _products_by_step(
+    events: _Events, recipe: str, on_gpu: bool, compiled: tuple[str, ...], numbers: Collection[int]
+) -> list[StepProducts]:
     found: list[tuple[float, str, _Place, str]] = []
     if on_gpu:
-        launches = _launches(whole)
-        for event in (event for event in whole if event.get("cat") == "kernel"):
-            work = _gpu_work(event, launches, places)
+        for work in events.work(("kernel",)):
             # A kernel whose launch is not in the trace stands where it ran.
             when = work.start if math.isnan(work.launch) else work.launch
-            place = _Place(work.module, work.role, work.op, work.phase)
-            found.append((when, event["name"], place, ""))
+            found.append((when, work.name, _Place(work.module, work.role, work.op, work.phase), ""))
     else:
-        for event in host:
-            product = product_of(event, None) if event["cat"] == "cpu_op" else None
+        for event in events.by_category["cpu_op"]:
+            product = product_of(event, None)
             if product is not None:
                 formats = f"{product.first} x {product.second}"
-                found.append((event["ts"], event["name"], places.at(event["tid"], event["ts"]), formats))
+                place = events.places.at(event["tid"], event["ts"])
+                found.append((event["ts"], event["name"], place, formats))
     # Launch by launch: kernels of several streams may overtake each other, their launches do not.
     found.sort(key=lambda item: item[0])
     return [
-        _step_products(recipe, index, [item for item in found if begin <= item[0] < end], tuple(compiled))
-        for index, begin, end in _steps(host)
+        _step_products(recipe, index, [item for item in found if begin <= item[0] < end], compiled)
+        for index, begin, end in events.steps(numbers)
     ]
 
 
@@ -201,26 +235,17 @@ def _step_products(
     )
 
 
-def _steps(host: Iterable[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(number, begin, end) of the step ranges."""
-    return sorted(
-        (int(event["name"].rsplit("|", 1)[1]), event["ts"], _end(event))
-        for event in host
-        if event.get("cat") == "user_annotation" and event["name"].startswith(f"{PREFIX}step|")
-    )
-
-
 def read_gemm_kernels(events: Iterable[dict[str, Any]]) -> dict[tuple[str, Role], tuple[str, ...]]:
     """The names of the kernels launched inside our GEMM ranges of a Chrome trace, each once, by (module, role)."""
-    whole = [event for event in events if event.get("ph") == "X"]
-    places = _Places([event for event in whole if event.get("cat") in HOST_CATEGORIES])
-    launches = _launches(whole)
+    return _gemm_kernels(_Events(events))
+
+
+def _gemm_kernels(events: _Events) -> dict[tuple[str, Role], tuple[str, ...]]:
     found: dict[tuple[str, Role], dict[str, None]] = {}
-    for event in sorted((event for event in whole if event.get("cat") == "kernel"), key=lambda event: event["ts"]):
-        place = _gpu_work(event, launches, places)
-        role = next((role for role in ROLES if role == place.role), None)
+    for work in sorted(events.work(("kernel",)), key=lambda work: work.start):
+        role = next((role for role in ROLES if role == work.role), None)
         if role is not None:
-            found.setdefault((place.module, role), {})[event["name"]] = None
+            found.setdefault((work.module, role), {})[work.name] = None
     return {key: tuple(names) for key, names in found.items()}
 
 
@@ -230,15 +255,16 @@ def read_products(events: Iterable[dict[str, Any]]) -> list[AtenProduct]:
     Those inside a range of `gemm_range` are left out: they are how one call of the library multiplies, and the call
     was seen.
     """
-    host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES]
-    places = _Places(host)
+    return _products(_Events(events))
+
+
+def _products(events: _Events) -> list[AtenProduct]:
     found = []
-    for event in host:
-        if event["cat"] == "cpu_op":
-            product = product_of(event, None)
-            place = places.at(event["tid"], event["ts"])
-            if product is not None and not place.role:
-                found.append(replace(product, scope=place.scope()))
+    for event in events.by_category["cpu_op"]:
+        product = product_of(event, None)
+        place = events.places.at(event["tid"], event["ts"])
+        if product is not None and not place.role:
+            found.append(replace(product, scope=place.scope()))
     return found
 
 

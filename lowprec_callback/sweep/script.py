@@ -734,15 +734,13 @@ class Sweep:
                 numbers = range(first, first + self.settings.traced_steps + TRIES)
                 self._trace_steps(numbers, self.settings.traced_steps, whole, scopes.clear)
         try:
-            compiled = compiled_modules(self.engine.model)
-            on_cpu = device.type != "cuda"
-            for products in tracer.step_products(card.name, compiled):
-                if products.step in bare:
-                    self.recorder.add(replace(products, step=bare.index(products.step), ranged=False))
-                elif on_cpu and products.step in whole:
-                    # On a GPU a `Trace` holds them; on a CPU it holds operators' own times, which are no calls.
-                    self.recorder.add(replace(products, step=whole.index(products.step)))
-            traces = [trace for trace in tracer.traces(card.name, log.calls or None) if trace.step in whole]
+            # Of ranged steps a `Trace` holds the kernels; on a CPU it holds operators' own times, which are no calls.
+            wanted = bare if device.type == "cuda" else [*bare, *whole]
+            for products in tracer.step_products(card.name, compiled_modules(self.engine.model), wanted):
+                ranged = products.step in whole
+                number = (whole if ranged else bare).index(products.step)
+                self.recorder.add(replace(products, step=number, ranged=ranged))
+            traces = tracer.traces(card.name, log.calls or None, whole)
             self.recorder.add(*(replace(trace, step=whole.index(trace.step)) for trace in traces))
         except (OSError, ValueError, KeyError) as error:
             self.recorder.add(Problem(f"trace of {card.name}", in_words(error)))

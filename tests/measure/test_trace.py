@@ -27,6 +27,7 @@ from lowprec_callback.measure.trace import (
     read_events,
     read_gemm_kernels,
     read_products,
+    read_step_products,
     step_range,
 )
 from lowprec_callback.recording import Trace
@@ -170,6 +171,39 @@ def test_every_kernel_finds_its_place() -> None:
     ]
     assert [(row["name"], row["op"]) for row in rows(second)] == [("Memset (Device)", "")]
     assert (first.expected_gemms, second.expected_gemms) == (2, 2)
+
+
+def test_what_may_be_a_product_stands_in_order_of_launch() -> None:
+    """The second GEMM overtakes the first on another stream; copies and fills are no products."""
+    overtaking = [{**event, "ts": 1009} if event.get("name") == "nvjet_qrtst" else event for event in TWO_STEPS]
+    (first,) = read_step_products(overtaking, "fp8_current", on_gpu=True, steps=[0])
+    columns = (first.module, first.role, first.phase)
+    found = [
+        (first.names[name], *(first.labels[i] for i in labels))
+        for name, *labels in zip(first.name, *columns, strict=True)
+    ]
+    assert found == [
+        ("nvjet_qqtst", "mlp.fc1", "fprop", "forward"),
+        ("cast", "mlp", "", "forward"),
+        ("add", "", "", "forward"),
+        ("nvjet_qrtst", "mlp.fc2", "dgrad", "backward"),
+        ("cast", "mlp", "", "backward"),
+        ("adam", "", "", "optimizer"),
+        ("lost", "", "", ""),
+    ]
+    assert set(first.formats) == {0}
+    # A kernel is of the step that launched it.
+    (second,) = read_step_products(TWO_STEPS, "fp8_current", on_gpu=True, steps=[1])
+    assert (second.step, second.names) == (1, ("before",))
+
+
+def test_on_a_cpu_products_tell_their_types() -> None:
+    product = op("aten::mm", 10, 5)
+    product["args"] = {"Input Dims": [[4, 8], [8, 2]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    events = [range_("step|3", 0, 100), range_("phase|forward", 5, 50), product, op("aten::add", 20, 5)]
+    (step,) = read_step_products(events, "bf16", on_gpu=False, steps=[3])
+    assert (step.step, [step.names[i] for i in step.name]) == (3, ["aten::mm"])
+    assert [step.labels[i] for i in (*step.formats, *step.phase)] == ["bf16 x bf16", "forward"]
 
 
 def test_times_count_from_the_beginning_of_the_step() -> None:
